@@ -1,0 +1,3 @@
+"""minisgl: a small, exact, fast serving engine for large language models."""
+
+__version__ = "0.1.0"

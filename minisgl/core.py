@@ -1,0 +1,263 @@
+"""The values that every part of minisgl speaks of: sampling parameters, a request, a step's plan, a forward's context.
+
+This module knows no model, no device, no socket and does not import torch: the API and tokenizer processes use it too.
+
+Letters: T new tokens in a step, B rows (requests) in a step, S rows that sample, U page-table writes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from minisgl.errors import RequestError
+
+__all__ = ["Batch", "Context", "FinishReason", "Int32Array", "Req", "RequestState", "SamplingParams"]
+
+Int32Array = npt.NDArray[np.int32]
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+GREEDY_BELOW = 1e-5
+"""A temperature below this is greedy: dividing fp32 logits by less would overflow before it changed a choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request's tokens are chosen and when it ends. Checked on construction; raises RequestError naming the field."""
+
+    temperature: float = 0.0
+    """0 (or below 1e-5) is greedy. This version serves greedy requests only."""
+    max_tokens: int | None = None
+    """Most new tokens; None means as many as context and pool leave."""
+    stop: tuple[str, ...] = ()
+    """The text ends before the first of these."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Further token ids that end the request, besides the model's own."""
+    ignore_eos: bool = False
+    """Run on after an end-of-sequence token; `stop_token_ids` still end it."""
+    skip_special_tokens: bool = True
+    """Leave control tokens out of the text."""
+
+    def __post_init__(self) -> None:
+        check_number("temperature", self.temperature, 0.0, 0.0)
+        if self.max_tokens is not None:
+            check_integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise RequestError(f"stop: {text!r} found; each stop is a string of at least one character", param="stop")
+        for token_id in self.stop_token_ids:
+            check_integer("stop_token_ids", token_id, 0, 2**31 - 1)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
+
+
+def check_integer(name: str, value: Any, low: int, high: int) -> None:
+    """Raise RequestError unless `value` is an int (no bool) with low <= value <= high."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise RequestError(f"{name}: {value!r} found; an integer is wanted", param=name)
+    if not low <= value <= high:
+        raise RequestError(f"{name}: {value} found; {low} to {high} is allowed", param=name)
+
+
+def check_number(name: str, value: Any, low: float, high: float) -> None:
+    """Raise RequestError unless `value` is a finite number with low <= value <= high."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise RequestError(f"{name}: {value!r} found; a finite number is wanted", param=name)
+    if not low <= value <= high:
+        allowed = f"only {low:g} is supported" if low == high else f"{low:g} to {high:g} is allowed"
+        raise RequestError(f"{name}: {value:g} found; {allowed}", param=name)
+
+
+class RequestState(Enum):
+    """Where a request stands. The moves between them are in `scheduler/states.py` and nowhere else."""
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+CACHED, DEVICE, HOST, MAX_DEVICE = range(4)
+"""Columns of a request's `lengths`, all in tokens."""
+NUM_LENGTHS = 4
+
+
+@dataclass(slots=True, eq=False)
+class Req:
+    """One request on its way. The one mutable object of the scheduler.
+
+    Invariant while it is not finished, after every step:
+    `cached_len < device_len <= max_device_len` and `host_len <= device_len`. `device_len` may run ahead of `host_len` by the one token
+    that the step in flight samples.
+
+    `tokens` and `lengths` are the request's own arrays while it waits, and views of its row in the scheduler's table while it
+    holds a slot: the scheduler updates whole columns at once and this object shows the same numbers.
+    """
+
+    uid: int
+    sampling_params: SamplingParams
+    tokens: Int32Array
+    """Token ids known to the host, prompt first; valid up to `host_len`."""
+    lengths: Int32Array
+    """[cached_len, device_len, host_len, max_device_len]"""
+    num_prompt_tokens: int
+    state: RequestState = RequestState.WAITING
+    finish_reason: FinishReason | None = None
+    slot: int = -1
+    """Row in the scheduler's tables, -1 while it holds none."""
+    last_step: int = -1
+    """The last launched step that touches this request."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that the prefix cache supplied at the first admission."""
+    cache_handle: Any = None
+    """What keeps this request's shared prefix locked in the prefix cache."""
+    end_ids: frozenset[int] = frozenset()
+    """Token ids that end this request."""
+
+    @classmethod
+    def from_prompt(cls, uid: int, prompt: Int32Array, params: SamplingParams, max_device_len: int, end_ids: frozenset[int]) -> Req:
+        """A waiting request. `prompt` is int32 [n], n >= 1; `max_device_len` is prompt plus output, in tokens."""
+        num_tokens = len(prompt)
+        lengths = np.array([0, num_tokens, num_tokens, max_device_len], dtype=np.int32)
+        return cls(uid, params, np.array(prompt, dtype=np.int32), lengths, num_tokens, end_ids=end_ids)
+
+    @property
+    def cached_len(self) -> int:
+        """Tokens whose K/V is (or, for a step in flight, will be) valid in pages."""
+        return int(self.lengths[CACHED])
+
+    @property
+    def device_len(self) -> int:
+        """Tokens known to the device."""
+        return int(self.lengths[DEVICE])
+
+    @property
+    def host_len(self) -> int:
+        """Tokens known to the host."""
+        return int(self.lengths[HOST])
+
+    @property
+    def max_device_len(self) -> int:
+        """The most tokens this request may reach."""
+        return int(self.lengths[MAX_DEVICE])
+
+    @property
+    def extend_len(self) -> int:
+        """Tokens that are still to be computed before the next one can be sampled."""
+        return self.device_len - self.cached_len
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's plan, a value: who runs, which tokens, where their K/V goes. The engine needs nothing else.
+
+    Rows are ordered by uid. The arrays are int32 on the host; they are views of `buffer`, which holds nothing else, so that a
+    device backend copies one block a step. `layout` names each view: field -> (start, end) in `buffer`.
+    """
+
+    step: int
+    uids: tuple[int, ...]
+    """[B], ascending"""
+    buffer: Int32Array
+    layout: dict[str, tuple[int, int]]
+    sampling: Any = field(default=None)
+    """Sampling state of the S sampling rows; None when all of them are greedy."""
+
+    def view(self, name: str) -> Int32Array:
+        start, end = self.layout[name]
+        return self.buffer[start:end]
+
+    @property
+    def slots(self) -> Int32Array:
+        """[B] page-table row of each request"""
+        return self.view("slots")
+
+    @property
+    def cached_lens(self) -> Int32Array:
+        """[B] tokens already in pages before this step"""
+        return self.view("cached_lens")
+
+    @property
+    def extend_lens(self) -> Int32Array:
+        """[B] new tokens computed in this step, >= 1"""
+        return self.view("extend_lens")
+
+    @property
+    def input_ids(self) -> Int32Array:
+        """[T] token ids, rows one after the other; -1: the token this slot sampled last, which only the device knows"""
+        return self.view("input_ids")
+
+    @property
+    def positions(self) -> Int32Array:
+        """[T] index of each new token in its sequence"""
+        return self.view("positions")
+
+    @property
+    def write_slots(self) -> Int32Array:
+        """[T] page * page_size + offset that takes the token's K/V"""
+        return self.view("write_slots")
+
+    @property
+    def sample_rows(self) -> Int32Array:
+        """[S] rows (0..B-1, ascending) whose last token's logits are sampled"""
+        return self.view("sample_rows")
+
+    @property
+    def table_updates(self) -> Int32Array:
+        """[U, 3] page-table writes (row, column, page) to apply before the step"""
+        return self.view("table_updates").reshape(-1, 3)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.uids)
+
+    @property
+    def num_tokens(self) -> int:
+        start, end = self.layout["input_ids"]
+        return end - start
+
+    @property
+    def is_decode(self) -> bool:
+        """True if every row computes exactly one token and samples."""
+        return self.num_tokens == self.num_rows == len(self.sample_rows)
+
+
+BATCH_FIELDS = ("slots", "cached_lens", "extend_lens", "input_ids", "positions", "write_slots", "sample_rows", "table_updates")
+
+
+def make_batch(step: int, uids: tuple[int, ...], arrays: dict[str, npt.NDArray[Any]], sampling: Any = None) -> Batch:
+    """Pack the arrays named in BATCH_FIELDS into one buffer. `table_updates` may be [U, 3]; the others are one-dimensional."""
+    layout: dict[str, tuple[int, int]] = {}
+    end = 0
+    for name in BATCH_FIELDS:
+        start, end = end, end + arrays[name].size
+        layout[name] = (start, end)
+    buffer = np.empty(end, dtype=np.int32)
+    for name, (start, stop) in layout.items():
+        buffer[start:stop] = arrays[name].reshape(-1)
+    return Batch(step, uids, buffer, layout, sampling)
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a model's forward needs besides the token ids: passive, made anew for each step.
+
+    `attention` stores K/V and attends (`attention.base.BaseAttentionBackend`), `metadata` is what that backend prepared for this step,
+    `positions` is an int64 tensor [T], and `comm` reduces partial sums over the ranks (`distributed.Communicator`).
+    """
+
+    attention: Any
+    metadata: Any
+    positions: Any
+    comm: Any

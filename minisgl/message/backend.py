@@ -1,0 +1,47 @@
+"""Messages to the schedulers: what rank 0 receives and republishes byte for byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar, Union
+
+import msgspec
+
+from minisgl.core import SamplingParams
+from minisgl.message.codec import TokenIds, make_codec
+
+
+class BaseBackendMsg(msgspec.Struct, tag=True):
+    """Base of all messages to a scheduler."""
+
+    encoder: ClassVar[Callable[[BaseBackendMsg], bytes]]
+    decoder: ClassVar[Callable[[bytes], BaseBackendMsg]]
+
+
+class UserMsg(BaseBackendMsg):
+    """A request to run. `input_ids`: int32 [n], torch or numpy when sent, a torch tensor when decoded."""
+
+    uid: int
+    input_ids: TokenIds
+    sampling_params: SamplingParams
+
+
+class AbortBackendMsg(BaseBackendMsg):
+    """Stop computing for `uid` and release what it holds. No reply; an unknown uid is not an error."""
+
+    uid: int
+
+
+class ExitMsg(BaseBackendMsg):
+    """Leave the main loop once what is in flight has been handled."""
+
+
+class BatchBackendMsg(BaseBackendMsg):
+    """Several messages in one frame, handled in order."""
+
+    data: list[Union[UserMsg, AbortBackendMsg, ExitMsg]]
+
+
+_encode, _decode = make_codec(Union[UserMsg, AbortBackendMsg, ExitMsg, BatchBackendMsg])
+BaseBackendMsg.encoder = staticmethod(_encode)
+BaseBackendMsg.decoder = staticmethod(_decode)

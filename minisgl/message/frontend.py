@@ -1,0 +1,54 @@
+"""Messages to the API process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar, Literal, Union
+
+import msgspec
+
+from minisgl.core import FinishReason
+from minisgl.message.codec import make_codec
+
+ReplyKind = Literal["accepted", "rejected", "delta", "final"]
+
+
+class BaseFrontendMsg(msgspec.Struct, tag=True):
+    """Base of all messages to the API."""
+
+    encoder: ClassVar[Callable[[BaseFrontendMsg], bytes]]
+    decoder: ClassVar[Callable[[bytes], BaseFrontendMsg]]
+
+
+class UserReply(BaseFrontendMsg):
+    """What happened to `uid`: first `accepted` or `rejected`; after `accepted` any number of `delta`, then exactly one `final`."""
+
+    uid: int
+    kind: ReplyKind
+    text: str = ""
+    """`delta`, `final`: text that is safe to show and was not shown before."""
+    num_prompt_tokens: int = 0
+    """`accepted`, `final`"""
+    num_completion_tokens: int = 0
+    """`delta`, `final`: sampled tokens so far, the one that ended it included"""
+    num_cached_tokens: int = 0
+    """`final`: prompt tokens that came from the prefix cache"""
+    finish_reason: FinishReason | None = None
+    """`final`"""
+    status: int = 0
+    """`rejected`, and `final` with reason `error`: HTTP status"""
+    code: str = ""
+    """with `status`: the machine-readable reason"""
+    message: str = ""
+    """with `status`: what was found and what is allowed"""
+
+
+class BatchFrontendMsg(BaseFrontendMsg):
+    """Several replies in one frame, in order."""
+
+    data: list[UserReply]
+
+
+_encode, _decode = make_codec(Union[UserReply, BatchFrontendMsg])
+BaseFrontendMsg.encoder = staticmethod(_encode)
+BaseFrontendMsg.decoder = staticmethod(_decode)
