@@ -116,14 +116,12 @@ class Req:
     finish_reason: FinishReason | None = None
     slot: int = -1
     """Row in the scheduler's tables, -1 while it holds none."""
-    last_step: int = -1
-    """The last launched step that touches this request."""
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache supplied at the first admission."""
     cache_handle: Any = None
     """What keeps this request's shared prefix locked in the prefix cache."""
     end_ids: frozenset[int] = frozenset()
-    """Token ids that end this request."""
+    """Token ids that end this request besides the model's own."""
 
     @classmethod
     def from_prompt(cls, uid: int, prompt: Int32Array, params: SamplingParams, max_device_len: int, end_ids: frozenset[int]) -> Req:

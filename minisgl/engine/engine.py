@@ -1,0 +1,175 @@
+"""Computes plans: host arrays in, sampled tokens out. Holds the model, the KV pool and the page table of one rank.
+
+Knows no requests and no queues: everything it needs is in the Batch. Called by the scheduler.
+
+Letters: T new tokens, B rows, S sampled rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from minisgl.attention import BaseAttentionBackend, make_attention_backend
+from minisgl.core import Batch, Context, Int32Array
+from minisgl.distributed import Communicator, make_communicator
+from minisgl.engine.base import EngineLimits
+from minisgl.engine.config import EngineConfig
+from minisgl.engine.memory import MemoryPlan, available_bytes, plan_memory
+from minisgl.errors import ConfigError
+from minisgl.kvcache.pool import make_kv_pool
+from minisgl.layers.base import Spec
+from minisgl.models.config import ModelConfig, load_model_config
+from minisgl.models.decoder import CausalLM
+from minisgl.models.resolve import resolve_model
+from minisgl.models.weights import fill_dummy, load_weights
+from minisgl.tokenizer.loader import load_end_ids
+
+__all__ = ["Engine", "make_engine"]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_PAGE_SIZE = {"cpu": 16, "cuda": 64}
+DeviceType = str
+
+
+@dataclass(frozen=True, slots=True)
+class _CpuStep:
+    """A step that was computed when it was launched."""
+
+    tokens: torch.Tensor
+
+    def read(self) -> Int32Array:
+        result: Int32Array = self.tokens.to(torch.int32).cpu().numpy()
+        return result
+
+
+class Engine:
+    """One rank's model with its pool, ready to compute."""
+
+    def __init__(
+        self, model: CausalLM, attention: BaseAttentionBackend, comm: Communicator, limits: EngineLimits, cpu_group: dist.ProcessGroup | None
+    ) -> None:
+        """`attention` holds the pool and the page table, int32 [max_running_req + 1, pages per row], that this engine updates."""
+        self.limits = limits
+        self.cpu_group = cpu_group
+        self.model = model
+        self._attention = attention
+        self._comm = comm
+        self._device = attention.pool.k.device
+        self._last_tokens = torch.zeros(limits.max_running_req + 1, dtype=torch.int64, device=self._device)
+        """[slots] the token that each slot sampled last"""
+
+    def submit(self, batch: Batch) -> _CpuStep:
+        """Compute one step."""
+        with torch.inference_mode():
+            logits = self.forward(batch)
+            tokens = logits.argmax(-1)
+            self._last_tokens[self._to_device(batch.slots[batch.sample_rows])] = tokens
+        return _CpuStep(tokens)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Logits [S, V] of the batch's sample rows; K/V of its tokens is stored. Called inside inference mode."""
+        self._update_page_table(batch)
+        ids = self._to_device(batch.input_ids)
+        owners = self._to_device(batch.slots).repeat_interleave(self._to_device(batch.extend_lens))
+        ids = torch.where(ids < 0, self._last_tokens[owners], ids)
+        context = Context(self._attention, self._attention.prepare(batch), self._to_device(batch.positions), self._comm)
+        last_tokens = (batch.extend_lens.cumsum() - 1)[batch.sample_rows]
+        return self.model.forward(ids, self._to_device(last_tokens), context)
+
+    def _update_page_table(self, batch: Batch) -> None:
+        updates = batch.table_updates
+        if len(updates):
+            rows, columns, pages = self._to_device(updates).unbind(1)
+            self._attention.page_table[rows, columns] = pages.to(torch.int32)
+
+    def _to_device(self, array: Int32Array) -> torch.Tensor:
+        return torch.from_numpy(array).to(device=self._device, dtype=torch.int64)
+
+
+def make_engine(config: EngineConfig, *, log: Callable[[str], None] = logger.info) -> Engine:
+    """Build the engine that `config` describes: (1) read the model's config, (2) allocate and load, (3) plan memory, (4) pool and backend.
+
+    Raises ConfigError or ModelFormatError, with what was found and what is allowed, before anything is served.
+    """
+    if config.tp_info.size > 1:
+        raise ConfigError(f"--tp {config.tp_info.size}: this version computes on one rank only")
+    model_dir = resolve_model(config.model_path)
+    model_config = load_model_config(model_dir)
+    device = _device(config)
+    page_size = config.page_size or DEFAULT_PAGE_SIZE[device.type]
+    max_seq_len = _max_seq_len(config, model_config)
+    dtype = _dtype(config, model_config, device)
+    available = available_bytes(device)
+    model = _load_model(config, model_config, model_dir, Spec(dtype, device, config.tp_info))
+    plan = plan_memory(config, model_config, dtype, page_size, available, _num_bytes(model), device.type)
+    log(f"memory: {plan}")
+    attention = _make_attention(config, model_config, plan, page_size, max_seq_len, dtype, device)
+    limits = EngineLimits(
+        num_pages=plan.num_pages,
+        page_size=page_size,
+        max_seq_len=max_seq_len,
+        max_running_req=config.max_running_req,
+        vocab_size=model_config.vocab_size,
+        end_ids=load_end_ids(model_dir),
+        device_type="cuda" if device.type == "cuda" else "cpu",
+    )
+    return Engine(model, attention, make_communicator(config.tp_info, None), limits, None)
+
+
+def _load_model(config: EngineConfig, model_config: ModelConfig, model_dir: Path, spec: Spec) -> CausalLM:
+    model = CausalLM(model_config, spec)
+    if config.use_dummy_weight:
+        fill_dummy(model, config.seed)
+    else:
+        load_weights(model, model_dir, model_config, config.tp_info)
+    return model
+
+
+def _make_attention(
+    config: EngineConfig, model: ModelConfig, plan: MemoryPlan, page_size: int, max_seq_len: int, dtype: torch.dtype, device: torch.device
+) -> BaseAttentionBackend:
+    attention = model.attention
+    pool = make_kv_pool(model.num_layers, plan.num_pages, attention.num_kv_heads, page_size, attention.head_dim, dtype, device)
+    shape = (config.max_running_req + 1, -(-max_seq_len // page_size))
+    page_table = torch.full(shape, pool.dummy_page, dtype=torch.int32, device=device)
+    return make_attention_backend(config.attention_backend, pool, page_table)
+
+
+def _num_bytes(model: CausalLM) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
+
+
+def _device(config: EngineConfig) -> torch.device:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: torch finds no CUDA device here; use --device cpu or install a CUDA build of torch")
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(config.device)
+
+
+def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
+    name = config.dtype
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else model.dtype
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _max_seq_len(config: EngineConfig, model: ModelConfig) -> int:
+    """Tokens of the longest sequence. Refuses lengths at which the model would use what we do not compute."""
+    longest = config.max_seq_len or model.context_len
+    if longest > model.context_len:
+        raise ConfigError(f"--max-seq-len {longest}: the model's context is {model.context_len} tokens")
+    if model.sliding_window is not None and longest > model.sliding_window:
+        raise ConfigError(
+            f"the model attends in a sliding window of {model.sliding_window} tokens, which is not supported; "
+            f"--max-seq-len {model.sliding_window} serves sequences that fit into one window"
+        )
+    return longest

@@ -1,0 +1,79 @@
+"""How many KV pages fit: the memory plan. Knows sizes and the machine, no requests.
+
+Every rank computes its own; the engine takes the minimum over the ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from minisgl.engine.config import EngineConfig
+from minisgl.errors import ConfigError
+from minisgl.kvcache.pool import bytes_per_page
+from minisgl.layers.attention import local_kv_heads
+from minisgl.models.config import ModelConfig
+
+__all__ = ["MemoryPlan", "available_bytes", "plan_memory"]
+
+DEFAULT_RATIO = {"cpu": 0.3, "cuda": 0.9}
+"""Share of the memory that is available before the model is loaded; a CPU's memory is not ours alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What the KV pool gets."""
+
+    available_bytes: int
+    """free memory of the device before weights"""
+    weight_bytes: int
+    page_bytes: int
+    """K and V of one page over all layers of this rank"""
+    num_pages: int
+
+    def __str__(self) -> str:
+        pool = self.num_pages * self.page_bytes
+        return (
+            f"weights {self.weight_bytes / 2**20:,.0f} MiB, KV pool {pool / 2**20:,.0f} MiB ({self.num_pages:,} pages of "
+            f"{self.page_bytes / 2**10:,.0f} KiB), {self.available_bytes / 2**20:,.0f} MiB were available"
+        )
+
+
+def available_bytes(device: torch.device) -> int:
+    """Bytes that can be allocated on the device now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def plan_memory(
+    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, page_size: int, available: int, weight_bytes: int, device_type: str
+) -> MemoryPlan:
+    """Pages as asked for by `num_pages`, or what the memory left after the weights holds and requests could use.
+
+    Raises ConfigError with the numbers if not one page fits.
+    """
+    attention = model.attention
+    kv_heads = local_kv_heads(attention.num_kv_heads, config.tp_info.size)
+    page_bytes = bytes_per_page(model.num_layers, kv_heads, page_size, attention.head_dim, dtype)
+    if config.num_pages:
+        return MemoryPlan(available, weight_bytes, page_bytes, config.num_pages)
+    ratio = config.memory_ratio or DEFAULT_RATIO[device_type]
+    budget = int(available * ratio) - weight_bytes
+    longest = config.max_seq_len or model.context_len
+    usable = config.max_running_req * -(-longest // page_size)
+    num_pages = min(budget // page_bytes - 1, usable)
+    if num_pages < 1:
+        raise ConfigError(
+            f"no memory for the KV pool: {available / 2**20:,.0f} MiB available, of which --memory-ratio {ratio:g} may be used, "
+            f"weights take {weight_bytes / 2**20:,.0f} MiB and a page {page_bytes / 2**20:,.2f} MiB; raise --memory-ratio or free memory"
+        )
+    return MemoryPlan(available, weight_bytes, page_bytes, num_pages)

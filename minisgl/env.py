@@ -1,0 +1,23 @@
+"""Environment variables that minisgl reads, each in one place. Read once, where an entry point or a constructor asks; never later:
+nothing from the environment may change a schedule after the start."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = ["cache_dir", "is_overlap_disabled"]
+
+
+def is_overlap_disabled() -> bool:
+    """MINISGL_DISABLE_OVERLAP_SCHEDULING=1: handle a step's results before the next step is planned."""
+    return os.environ.get("MINISGL_DISABLE_OVERLAP_SCHEDULING", "") not in ("", "0")
+
+
+def cache_dir() -> Path:
+    """MINISGL_CACHE, where fetched and converted models are kept; default: `minisgl` in the user's cache directory."""
+    chosen = os.environ.get("MINISGL_CACHE")
+    if chosen:
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "minisgl"

@@ -1,0 +1,75 @@
+"""Self-attention: projections, optional q/k norm, rotation, and the backend's paged attention.
+
+Letters: T tokens, H query heads and K KV heads of this rank, D head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from minisgl.core import Context
+from minisgl.errors import ConfigError
+from minisgl.kernel import reference
+from minisgl.layers.base import BaseOP, Spec
+from minisgl.layers.linear import FusedLinear, RowLinear, divide
+from minisgl.layers.norm import RMSNorm
+
+__all__ = ["AttentionConfig", "SelfAttention", "local_kv_heads"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """Sizes of a model's attention, of all ranks together."""
+
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    has_qkv_bias: bool
+    has_output_bias: bool
+    has_qk_norm: bool
+    rms_norm_eps: float
+
+
+def local_kv_heads(num_kv_heads: int, size: int) -> int:
+    """KV heads of each rank: an even share, or one replica where there are fewer heads than ranks."""
+    if num_kv_heads >= size:
+        return divide(num_kv_heads, size, "KV heads")
+    if size % num_kv_heads:
+        raise ConfigError(f"{num_kv_heads} KV heads over {size} ranks: with fewer heads than ranks, --tp must be a multiple of the heads")
+    return 1
+
+
+class SelfAttention(BaseOP):
+    """One layer's attention."""
+
+    def __init__(self, config: AttentionConfig, layer: int, spec: Spec) -> None:
+        self._layer = layer
+        self._num_heads = divide(config.num_heads, spec.tp.size, "attention heads")
+        self._num_kv_heads = local_kv_heads(config.num_kv_heads, spec.tp.size)
+        self._head_dim = config.head_dim
+        self._q_size, self._kv_size = self._num_heads * config.head_dim, self._num_kv_heads * config.head_dim
+        parts = {"q_proj": self._q_size, "k_proj": self._kv_size, "v_proj": self._kv_size}
+        self._qkv = FusedLinear(config.hidden_size, parts, config.has_qkv_bias, spec)
+        self.o_proj = RowLinear(self._q_size, config.hidden_size, config.has_output_bias, spec)
+        self._has_qk_norm = config.has_qk_norm
+        if config.has_qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, spec)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, spec)
+
+    def state_dict(self, *, prefix: str = "", result: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+        return super().state_dict(prefix=prefix, result=self._qkv.state_dict(prefix=prefix, result=result))
+
+    def forward(self, x: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor], context: Context) -> torch.Tensor:
+        """[T, hidden] -> [T, hidden]; cos and sin are [T, D/2]."""
+        q, k, v = self._qkv.forward(x).split((self._q_size, self._kv_size, self._kv_size), dim=-1)
+        q = q.reshape(-1, self._num_heads, self._head_dim)
+        k = k.reshape(-1, self._num_kv_heads, self._head_dim)
+        v = v.reshape(-1, self._num_kv_heads, self._head_dim)
+        if self._has_qk_norm:
+            q, k = self.q_norm.forward(q), self.k_norm.forward(k)
+        q, k = reference.apply_rope(q, *cos_sin), reference.apply_rope(k, *cos_sin)
+        out = context.attention.forward(q, k, v, self._layer, context.metadata)
+        return self.o_proj.forward(out.reshape(len(x), -1), context)

@@ -1,0 +1,246 @@
+"""Reads a model directory's config.json, in both spellings, and refuses by name what the engine would compute wrongly.
+
+Both spellings: `rope_theta` + `rope_scaling` and `torch_dtype`, as the hub has them; `rope_parameters` and `dtype`, as transformers 5
+writes them. Knows no weights. Called by the engine, the tools that plan memory and the loaders.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minisgl.errors import ModelFormatError
+from minisgl.layers.attention import AttentionConfig
+from minisgl.layers.mlp import MoEConfig
+from minisgl.layers.rotary import RopeConfig
+from minisgl.models.registry import ARCHITECTURES, Architecture
+
+__all__ = ["ModelConfig", "load_model_config", "parse_model_config"]
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """All that the decoder needs to know of a model."""
+
+    architecture: str
+    num_layers: int
+    intermediate_size: int
+    vocab_size: int
+    context_len: int
+    """tokens a sequence may have, stretched rope included"""
+    sliding_window: int | None
+    """tokens; None if full attention is right at any length. The engine refuses longer sequences."""
+    dtype: str
+    """the checkpoint's type: float32, bfloat16 or float16"""
+    is_tied: bool
+    """the embedding is also the LM head"""
+    has_mlp_bias: bool
+    attention: AttentionConfig
+    rope: RopeConfig
+    moe: MoEConfig | None
+
+    @property
+    def hidden_size(self) -> int:
+        return self.attention.hidden_size
+
+
+def load_model_config(model_dir: Path) -> ModelConfig:
+    """Read `model_dir`/config.json. Raises ModelFormatError naming the file, the key, the value and what is supported."""
+    path = model_dir / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelFormatError(f"{model_dir} holds no config.json; a model directory needs one") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelFormatError(f"{path} is not JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ModelFormatError(f"{path} holds a {type(raw).__name__}, an object is wanted")
+    try:
+        return parse_model_config(raw)
+    except ModelFormatError as error:
+        raise ModelFormatError(f"{path}: {error}") from error
+
+
+def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
+    """The same from the decoded object."""
+    name, architecture = _architecture(raw)
+    hidden_size, num_heads = _size(raw, "hidden_size"), _size(raw, "num_attention_heads")
+    num_kv_heads = _size(raw, "num_key_value_heads", num_heads)
+    head_dim = _head_dim(raw, hidden_size, num_heads)
+    if num_heads % num_kv_heads:
+        raise ModelFormatError(f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}")
+    _refuse("hidden_act", raw.get("hidden_act", "silu"), ("silu", "swish"))
+    _refuse_quantised(raw)
+    context_len = _size(raw, "max_position_embeddings")
+    rope, context_len = _rope(raw, head_dim, context_len)
+    has_bias = bool(raw.get("attention_bias", False))
+    eps = _number(raw, "rms_norm_eps", 1e-6)
+    attention = AttentionConfig(
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        has_qkv_bias=architecture.has_qkv_bias or (architecture.reads_attention_bias and has_bias),
+        has_output_bias=architecture.reads_attention_bias and has_bias,
+        has_qk_norm=architecture.has_qk_norm,
+        rms_norm_eps=eps,
+    )
+    return ModelConfig(
+        architecture=name,
+        num_layers=_size(raw, "num_hidden_layers"),
+        intermediate_size=_size(raw, "intermediate_size"),
+        vocab_size=_size(raw, "vocab_size"),
+        context_len=context_len,
+        sliding_window=_sliding_window(raw, architecture),
+        dtype=_dtype(raw),
+        is_tied=bool(raw.get("tie_word_embeddings", architecture.is_tied_by_default)),
+        has_mlp_bias=architecture.reads_mlp_bias and bool(raw.get("mlp_bias", False)),
+        attention=attention,
+        rope=rope,
+        moe=_moe(raw) if architecture.is_moe else None,
+    )
+
+
+def _architecture(raw: dict[str, Any]) -> tuple[str, Architecture]:
+    names = raw.get("architectures") or []
+    for name in names:
+        if name in ARCHITECTURES:
+            return name, ARCHITECTURES[name]
+    by_type = [name for name, entry in ARCHITECTURES.items() if entry.model_type == raw.get("model_type")]
+    if not names and by_type:
+        return by_type[0], ARCHITECTURES[by_type[0]]
+    found = ", ".join(map(str, names)) or f"model_type {raw.get('model_type')!r}"
+    raise ModelFormatError(f"architecture {found} is not supported; supported are {', '.join(ARCHITECTURES)}")
+
+
+def _number(raw: dict[str, Any], key: str, default: float | None = None, low: float = 0.0) -> float:
+    value = raw.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= low:
+        raise ModelFormatError(f"{key}: {value!r} found, a number above {low:g} is wanted")
+    return float(value)
+
+
+def _size(raw: dict[str, Any], key: str, default: int | None = None) -> int:
+    value = raw.get(key)
+    value = default if value is None else value
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ModelFormatError(f"{key}: {value!r} found, a whole number of at least 1 is wanted")
+    return value
+
+
+def _head_dim(raw: dict[str, Any], hidden_size: int, num_heads: int) -> int:
+    if raw.get("head_dim") is None and hidden_size % num_heads:
+        raise ModelFormatError(f"hidden_size {hidden_size} is not a multiple of num_attention_heads {num_heads} and there is no head_dim")
+    head_dim = _size(raw, "head_dim", hidden_size // num_heads)
+    if head_dim % 2:
+        raise ModelFormatError(f"head_dim: {head_dim} found, rotary embeddings need an even one")
+    return head_dim
+
+
+def _refuse(key: str, found: Any, supported: tuple[Any, ...]) -> None:
+    if found not in supported:
+        raise ModelFormatError(f"{key}: {found!r} is not supported; supported: {', '.join(map(repr, supported))}")
+
+
+def _refuse_quantised(raw: dict[str, Any]) -> None:
+    quantisation = raw.get("quantization_config")
+    if quantisation:
+        method = quantisation.get("quant_method", quantisation) if isinstance(quantisation, dict) else quantisation
+        raise ModelFormatError(f"quantization_config: {method!r} is not supported; use an unquantised checkpoint or a GGUF file")
+
+
+def _dtype(raw: dict[str, Any]) -> str:
+    name = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    name = str(name).removeprefix("torch.")
+    _refuse("torch_dtype", name, DTYPES)
+    return name
+
+
+def _sliding_window(raw: dict[str, Any], architecture: Architecture) -> int | None:
+    """The window if any layer really uses one."""
+    window = raw.get("sliding_window")
+    if window is None:
+        return None
+    kinds = raw.get("layer_types")
+    if kinds is not None:
+        is_used = "sliding_attention" in kinds
+    elif architecture.windows_are_optional:
+        is_used = bool(raw.get("use_sliding_window", False)) and raw.get("max_window_layers", 0) < raw.get("num_hidden_layers", 0)
+    else:
+        is_used = True
+    return _size(raw, "sliding_window") if is_used else None
+
+
+def _rope(raw: dict[str, Any], head_dim: int, context_len: int) -> tuple[RopeConfig, int]:
+    """The rotary embedding and the context length it allows."""
+    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise ModelFormatError(f"rope_scaling: {scaling!r} found, an object or null is wanted")
+    _refuse("partial_rotary_factor", scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)), (1.0,))
+    theta = _number({"rope_theta": scaling.get("rope_theta", raw.get("rope_theta"))}, "rope_theta", 10000.0)
+    kind = scaling.get("rope_type", scaling.get("type")) or "default"
+    _refuse("rope_scaling.rope_type", kind, ("default", "linear", "dynamic", "yarn", "llama3"))
+    if kind == "default":
+        return RopeConfig(head_dim, theta), context_len
+    factor = _number(scaling, "factor")
+    if kind == "linear":
+        return RopeConfig(head_dim, theta, kind, factor), int(context_len * factor)
+    if kind == "dynamic":
+        return RopeConfig(head_dim, theta, kind, factor, context_len), int(context_len * factor)
+    if kind == "llama3":
+        original = _size(scaling, "original_max_position_embeddings", raw.get("original_max_position_embeddings"))
+        low, high = (_number(scaling, f"{side}_freq_factor") for side in ("low", "high"))
+        if high <= low:
+            raise ModelFormatError(f"rope_scaling: high_freq_factor {high:g} must be above low_freq_factor {low:g}")
+        rope = RopeConfig(head_dim, theta, kind, factor, original, low_freq_factor=low, high_freq_factor=high)
+        return rope, context_len
+    return _yarn(scaling, head_dim, theta, factor, context_len)
+
+
+def _yarn(scaling: dict[str, Any], head_dim: int, theta: float, factor: float, context_len: int) -> tuple[RopeConfig, int]:
+    original = _size(scaling, "original_max_position_embeddings", context_len)
+    rope = RopeConfig(
+        head_dim,
+        theta,
+        "yarn",
+        factor,
+        original,
+        beta_fast=_number(scaling, "beta_fast", 32.0),
+        beta_slow=_number(scaling, "beta_slow", 1.0),
+        attention_factor=_yarn_attention_factor(scaling, factor),
+        truncate=bool(scaling.get("truncate", True)),
+    )
+    return rope, max(context_len, int(original * factor))
+
+
+def _yarn_attention_factor(scaling: dict[str, Any], factor: float) -> float:
+    """Given outright, or from mscale and mscale_all_dim, or 0.1 ln(factor) + 1 (arXiv 2309.00071, equation 22)."""
+
+    def scale(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if scaling.get("attention_factor") is not None:
+        return _number(scaling, "attention_factor")
+    if scaling.get("mscale") and scaling.get("mscale_all_dim"):
+        return scale(_number(scaling, "mscale")) / scale(_number(scaling, "mscale_all_dim"))
+    return scale(1.0)
+
+
+def _moe(raw: dict[str, Any]) -> MoEConfig:
+    num_experts, per_token = _size(raw, "num_experts"), _size(raw, "num_experts_per_tok")
+    if per_token > num_experts:
+        raise ModelFormatError(f"num_experts_per_tok {per_token} is more than num_experts {num_experts}")
+    return MoEConfig(
+        num_experts=num_experts,
+        num_experts_per_token=per_token,
+        intermediate_size=_size(raw, "moe_intermediate_size"),
+        is_renormalised=bool(raw.get("norm_topk_prob", False)),
+        sparse_step=_size(raw, "decoder_sparse_step", 1),
+        dense_layers=frozenset(raw.get("mlp_only_layers") or ()),
+    )

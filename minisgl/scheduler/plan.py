@@ -1,0 +1,72 @@
+"""Turns "these rows, so many tokens each" into a step's plan, and notes on the table that the plan was launched.
+
+Knows the table only. Called by the scheduler.
+
+Letters: B rows, T new tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from minisgl.core import CACHED, DEVICE, HOST, Batch, Int32Array, make_batch
+from minisgl.engine.base import StepHandle
+from minisgl.scheduler.table import RequestTable, concat_ranges
+
+__all__ = ["Launched", "Rows", "build_batch", "note_launch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Who takes part in a step."""
+
+    slots: Int32Array
+    """[B] in the order of their uids"""
+    extend: Int32Array
+    """[B] new tokens of each, >= 1"""
+    is_sampled: npt.NDArray[np.bool_]
+    """[B] True where the row's last known token is among them, so that its next token is sampled"""
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step in flight."""
+
+    batch: Batch
+    rows: Rows
+    cached_after: Int32Array
+    """[B] tokens in pages once the step is done"""
+    handle: StepHandle
+
+
+def build_batch(step: int, table: RequestTable, rows: Rows) -> Batch:
+    """The plan of `rows`; their pages have been allocated."""
+    slots, extend = rows.slots, rows.extend
+    cached = table.column(slots, CACHED)
+    is_decode = int(extend.sum()) == len(slots)
+    positions = cached if is_decode else concat_ranges(cached, extend)
+    owners = slots if is_decode else np.repeat(slots, extend)
+    is_known = positions < table.lengths[owners, HOST]
+    arrays = {
+        "slots": slots,
+        "cached_lens": cached,
+        "extend_lens": extend,
+        "input_ids": np.where(is_known, table.tokens[owners, positions], -1),
+        "positions": positions,
+        "write_slots": table.write_slots(owners, positions),
+        "sample_rows": np.flatnonzero(rows.is_sampled),
+        "table_updates": table.take_updates(slots),
+    }
+    return make_batch(step, tuple(table.uids[slots].tolist()), arrays)
+
+
+def note_launch(table: RequestTable, rows: Rows, step: int) -> Int32Array:
+    """Move the lengths on: the tokens will be in pages, the sampled ones known to the device. Returns the new cached lengths [B]."""
+    cached_after = table.column(rows.slots, CACHED) + rows.extend
+    table.lengths[rows.slots, CACHED] = cached_after
+    table.lengths[rows.slots, DEVICE] += rows.is_sampled
+    table.last_step[rows.slots] = step
+    return cached_after

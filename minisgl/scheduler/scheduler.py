@@ -1,0 +1,334 @@
+"""The scheduler: hears messages, plans steps, commits their results. Every rank runs all of it on the same input.
+
+One turn of the loop: hear, plan step N+1, launch it, and, while it runs, commit the results of step N. Nothing here reads a clock, a
+random number or the environment after the start. Knows the engine only through `engine.base`.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import numpy.typing as npt
+
+from minisgl.core import CACHED, DEVICE, HOST, MAX_DEVICE, FinishReason, Int32Array, Req, RequestState
+from minisgl.engine.base import BaseEngine
+from minisgl.env import is_overlap_disabled
+from minisgl.errors import IntegrityError, RequestError
+from minisgl.kvcache import PageAllocator, make_prefix_cache
+from minisgl.message import (
+    AbortBackendMsg,
+    BaseBackendMsg,
+    BaseTokenizerMsg,
+    BatchTokenizerMsg,
+    DetokenizeMsg,
+    ExitMsg,
+    UserMsg,
+)
+from minisgl.scheduler import states
+from minisgl.scheduler.cache import CacheManager
+from minisgl.scheduler.config import SchedulerConfig
+from minisgl.scheduler.decode import DecodeManager
+from minisgl.scheduler.io import SchedulerIOMixin
+from minisgl.scheduler.plan import Launched, Rows, build_batch, note_launch
+from minisgl.scheduler.prefill import PrefillManager
+from minisgl.scheduler.table import RequestTable
+
+__all__ = ["Scheduler"]
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_EXTEND_TOKENS = {"cpu": 256, "cuda": 8192}
+DEFAULT_EXTEND_BESIDE_DECODE = {"cpu": 128, "cuda": 2048}
+
+
+class Scheduler(SchedulerIOMixin):
+    """One rank's scheduler. `run_forever` serves until an ExitMsg; `run_step` is one turn, for whoever drives it by hand."""
+
+    def __init__(self, config: SchedulerConfig, engine: BaseEngine | None = None) -> None:
+        """Make the engine that `config` describes, unless one is given, and connect the transport."""
+        if engine is None:
+            from minisgl.engine.engine import make_engine
+
+            engine = make_engine(config)
+        self.engine = engine
+        limits = engine.limits
+        self._table = RequestTable(limits.max_running_req, limits.max_seq_len, limits.page_size)
+        prefix_cache = make_prefix_cache(config.cache_type, limits.page_size)
+        self._cache = CacheManager(PageAllocator(limits.num_pages), prefix_cache, self._table)
+        self._prefill = PrefillManager(self._table, self._cache, config.reserve_tokens)
+        self._decode = DecodeManager(self._table)
+        self._max_extend_tokens = config.max_extend_tokens or DEFAULT_EXTEND_TOKENS[limits.device_type]
+        self._max_extend_beside_decode = config.max_extend_tokens_beside_decode or DEFAULT_EXTEND_BESIDE_DECODE[limits.device_type]
+        self._is_overlapped = limits.is_asynchronous if config.overlap is None else config.overlap
+        self._is_overlapped &= not is_overlap_disabled()
+        self._is_end_id = np.zeros(limits.vocab_size, dtype=np.bool_)
+        self._is_end_id[sorted(i for i in limits.end_ids if i < limits.vocab_size)] = True
+        self._reqs: dict[int, Req] = {}
+        """all that have not ended, by uid"""
+        self._ended: list[Req] = []
+        """ended while a launched step touches them; released once it has been read"""
+        self._in_flight: Launched | None = None
+        self._num_steps = 0
+        self._last_read = -1
+        """the last step whose results have been handled"""
+        self.num_retractions = 0
+        self._was_prefill = False
+        self._is_exiting = False
+        super().__init__(config, engine.cpu_group)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have been taken and have not ended."""
+        return len(self._reqs)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing to run and nothing in flight."""
+        return not self._reqs and self._in_flight is None
+
+    def run_forever(self) -> None:
+        """Serve until an ExitMsg has come and all that was launched has been handled."""
+        while self.run_step():
+            pass
+
+    def run_step(self) -> bool:
+        """One turn: hear, plan, launch, commit. False once an ExitMsg has been obeyed."""
+        for message in self.receive_msg(blocking=self.is_idle and not self._is_exiting):
+            self._handle(message)
+        if self._is_exiting:
+            self._leave()
+            return False
+        launched = self._launch()
+        if self._is_overlapped:
+            launched, self._in_flight = self._in_flight, launched
+        if launched is not None:
+            self._commit(launched)
+        return True
+
+    def run_when_idle(self) -> None:
+        """Check the whole ledger. Raises IntegrityError: serving on with a wrong ledger would hand out wrong text."""
+        self.check_integrity()
+
+    def check_integrity(self) -> None:
+        """free + cached + held == total, no page in two places, every length in order. Raises IntegrityError."""
+        self._cache.check_integrity()
+        self._table.check_lengths()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; only while idle, else IntegrityError."""
+        self._cache.reset()
+
+    # ---- messages -------------------------------------------------------------------------------------------------------------
+
+    def _handle(self, message: BaseBackendMsg) -> None:
+        if isinstance(message, UserMsg):
+            self._add(message)
+        elif isinstance(message, AbortBackendMsg):
+            req = self._reqs.get(message.uid)
+            if req is not None:
+                self._end(req, "abort")
+        elif isinstance(message, ExitMsg):
+            self._is_exiting = True
+        else:
+            raise IntegrityError(f"the transport handed over {type(message).__name__}, which is no scheduler message")
+
+    def _add(self, message: UserMsg) -> None:
+        """Queue a request, or answer at once with the reason why it can never run."""
+        if message.uid in self._reqs:
+            logger.error("uid %d is in use; its second request is dropped", message.uid)
+            return
+        prompt: Int32Array = np.asarray(message.input_ids, dtype=np.int32)
+        try:
+            max_device_len = self._check(prompt, message)
+        except RequestError as error:
+            self.send_result(_ending(message.uid, "error", error=str(error)))
+            return
+        end_ids = frozenset(message.sampling_params.stop_token_ids)
+        req = Req.from_prompt(message.uid, prompt, message.sampling_params, max_device_len, end_ids)
+        self._reqs[req.uid] = req
+        self._prefill.add(req)
+
+    def _check(self, prompt: Int32Array, message: UserMsg) -> int:
+        """The most tokens the request may reach; RequestError if it can never run."""
+        limits = self.engine.limits
+        most = min(limits.max_seq_len, limits.num_pool_tokens)
+        if len(prompt) == 0:
+            raise RequestError("the prompt is empty; at least one token is wanted")
+        if int(prompt.min()) < 0 or int(prompt.max()) >= limits.vocab_size:
+            raise RequestError(f"a token id is outside 0 to {limits.vocab_size - 1}")
+        if len(prompt) >= most:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens; with one new token at most {limits.max_seq_len} fit the context and "
+                f"{limits.num_pool_tokens} the KV pool"
+            )
+        wanted = message.sampling_params.max_tokens
+        return most if wanted is None else min(most, len(prompt) + wanted)
+
+    def _leave(self) -> None:
+        """Handle what is in flight, end every request, and answer for each."""
+        if self._in_flight is not None:
+            launched, self._in_flight = self._in_flight, None
+            self._commit(launched)
+        for req in tuple(self._reqs.values()):
+            self._end(req, "abort")
+            self.send_result(_ending(req.uid, "abort", req, error="the server is shutting down"))
+
+    # ---- planning -------------------------------------------------------------------------------------------------------------
+
+    def _launch(self) -> Launched | None:
+        """Plan the next step and submit it. None if there is nothing to do before the step in flight has been read."""
+        rows = self._next_rows()
+        if rows is None:
+            return None
+        step, self._num_steps = self._num_steps, self._num_steps + 1
+        batch = build_batch(step, self._table, rows)
+        cached_after = note_launch(self._table, rows, step)
+        return Launched(batch, rows, cached_after, self.engine.submit(batch))
+
+    def _next_rows(self) -> Rows | None:
+        """Prefill and decode steps alternate while both have work. Where pages are short, the youngest request is retracted."""
+        slots = self._decode.schedule()
+        if len(slots) and (self._was_prefill or not self._prefill.has_work):
+            return self._decode_rows(slots)
+        rows = self._prefill_rows()
+        if rows is None and len(slots):
+            return self._decode_rows(slots)
+        if rows is None and self._in_flight is None and self._prefill.has_work:
+            # Requests in prefill hold pages, and none of them can go on.
+            self._retract_youngest()
+            return self._next_rows()
+        return rows
+
+    def _prefill_rows(self) -> Rows | None:
+        budget = self._max_extend_tokens
+        if self._decode.has_work:
+            budget = min(budget, self._max_extend_beside_decode)
+        chunks = sorted(self._prefill.schedule(budget), key=lambda chunk: chunk[0].uid)
+        if not chunks:
+            return None
+        is_last = [num_tokens == req.extend_len for req, num_tokens in chunks]
+        for (req, _), is_done in zip(chunks, is_last, strict=True):
+            if is_done:
+                self._prefill.remove(req)
+                states.start_running(req)
+                self._decode.add(req)
+        self._was_prefill = True
+        slots = np.array([req.slot for req, _ in chunks], dtype=np.int32)
+        return Rows(slots, np.array([n for _, n in chunks], dtype=np.int32), np.array(is_last))
+
+    def _decode_rows(self, slots: Int32Array) -> Rows | None:
+        """One token for each of `slots`. None if pages are short while a step in flight may still give some back."""
+        counts = self._needed_pages(slots)
+        while counts.sum() > self._cache.num_available:
+            if self._in_flight is not None:
+                return None
+            self._retract_youngest()
+            slots = self._decode.schedule()
+            counts = self._needed_pages(slots)
+        if not len(slots):
+            return None
+        self._cache.allocate(slots, counts)
+        self._was_prefill = False
+        return Rows(slots, np.ones(len(slots), dtype=np.int32), np.ones(len(slots), dtype=np.bool_))
+
+    def _needed_pages(self, slots: Int32Array) -> npt.NDArray[np.int64]:
+        return self._table.num_pages_needed(slots, self._table.column(slots, DEVICE))
+
+    def _retract_youngest(self) -> None:
+        """Take the pages of the request with the highest uid; it waits at the head of the queue with its tokens. Nothing is in flight."""
+        holders = self._table.live_reqs()
+        if len(holders) < 2:
+            raise IntegrityError("the only request that holds pages does not fit the pool")
+        req = max(holders, key=lambda holder: holder.uid)
+        self._leave_queues(req)
+        states.retract(req)
+        self._release(req)
+        req.lengths[CACHED] = 0
+        self._prefill.put_back(req)
+        self.num_retractions += 1
+
+    # ---- results --------------------------------------------------------------------------------------------------------------
+
+    def _commit(self, launched: Launched) -> None:
+        """Handle the results of one step: prefixes are shared, tokens appended, the ended released, everyone answered."""
+        tokens = launched.handle.read()
+        self._last_read = launched.batch.step
+        if not launched.batch.is_decode:
+            self._share_prefixes(launched)
+        replies = self._append_tokens(launched.rows.slots[launched.rows.is_sampled], tokens)
+        if self._ended:
+            self._release_ended()
+        self._cache.collect(self._last_read)
+        if replies:
+            self.send_result(BatchTokenizerMsg(data=replies))
+
+    def _share_prefixes(self, launched: Launched) -> None:
+        """Chunks are computed: from now on other requests may use them."""
+        for slot, num_tokens in zip(launched.rows.slots.tolist(), launched.cached_after.tolist(), strict=True):
+            req = self._table.reqs[slot]
+            if req is not None and self._table.is_live[slot]:
+                self._cache.share_prefix(req, min(num_tokens, req.host_len), int(self._table.last_step[slot]))
+
+    def _append_tokens(self, slots: Int32Array, tokens: Int32Array) -> list[BaseTokenizerMsg]:
+        """Give every live row its token; rows that ended while the step was in flight are discarded."""
+        table = self._table
+        is_live = table.is_live[slots]
+        if not is_live.all():
+            slots, tokens = slots[is_live], tokens[is_live]
+        lengths = table.lengths[slots, HOST]
+        table.tokens[slots, lengths] = tokens
+        table.lengths[slots, HOST] = lengths + 1
+        is_stopped = self._is_end_id[tokens] & table.ends_at_eos[slots]
+        for row in np.flatnonzero(table.has_end_ids[slots]):
+            req = table.reqs[slots[row]]
+            is_stopped[row] |= req is not None and int(tokens[row]) in req.end_ids
+        is_full = lengths + 1 >= table.lengths[slots, MAX_DEVICE]
+        uids = table.uids[slots].tolist()
+        replies: list[BaseTokenizerMsg] = [DetokenizeMsg(uid, token) for uid, token in zip(uids, tokens.tolist(), strict=True)]
+        for row in np.flatnonzero(is_stopped | is_full).tolist():
+            req = self._reqs[uids[row]]
+            reason: FinishReason = "stop" if is_stopped[row] else "length"
+            replies[row] = _ending(req.uid, reason, req, token=int(tokens[row]))
+            self._end(req, reason)
+        return replies
+
+    # ---- endings --------------------------------------------------------------------------------------------------------------
+
+    def _end(self, req: Req, reason: FinishReason) -> None:
+        """The request has ended. What it holds is released now, or once the last launched step that touches it has been read."""
+        self._leave_queues(req)
+        states.finish(req, reason)
+        del self._reqs[req.uid]
+        if req.slot < 0:
+            return
+        self._table.is_live[req.slot] = False
+        if self._table.last_step[req.slot] > self._last_read:
+            self._ended.append(req)
+        else:
+            self._release(req)
+
+    def _leave_queues(self, req: Req) -> None:
+        if req.state is RequestState.RUNNING:
+            self._decode.remove(req)
+        else:
+            self._prefill.remove(req)
+
+    def _release_ended(self) -> None:
+        still_touched = []
+        for req in self._ended:
+            if self._table.last_step[req.slot] > self._last_read:
+                still_touched.append(req)
+            else:
+                self._release(req)
+        self._ended = still_touched
+
+    def _release(self, req: Req) -> None:
+        self._cache.release(req)
+        self._table.return_slot(req)
+
+
+def _ending(uid: int, reason: FinishReason, req: Req | None = None, *, token: int | None = None, error: str | None = None) -> DetokenizeMsg:
+    """The last message about a request."""
+    num_cached = req.num_cached_tokens if req is not None else 0
+    return DetokenizeMsg(uid, token, finished=True, finish_reason=reason, num_cached_tokens=num_cached, error=error)

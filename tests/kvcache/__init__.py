@@ -1,0 +1,1 @@
+"""Prefix caches and the page allocator: host bookkeeping only, no model."""

@@ -1,0 +1,1 @@
+"""Programs and checkers that the tests use."""
