@@ -93,9 +93,8 @@ def measure_eviction(page_size: int, num_evictions: int) -> dict[str, float]:
 
 def machine() -> dict[str, str]:
     cpu_info = Path("/proc/cpuinfo")
-    models = (
-        [line.split(":", 1)[1].strip() for line in cpu_info.read_text().splitlines() if "model name" in line] if cpu_info.exists() else []
-    )
+    lines = cpu_info.read_text(encoding="utf-8").splitlines() if cpu_info.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return {
         "cpu": models[0] if models else platform.processor(),
         "num_cpus": str(len(models) or "unknown"),

@@ -1,7 +1,7 @@
 """The prefix cache as a radix tree over tokens: sequences that start alike share the pages of what they share.
 
-A node is a run of whole pages. Children are found by their first page's tokens, and the rest of the run is compared token by token;
-no hash stands for a token anywhere. Where two sequences part inside a page, that page is not shared. A node is split where a match or
+A node is a run of whole pages. Children are found by their first page's tokens, and the rest of the run is compared token by token
+(as bytes of int32, since that is one call per node however long the run); no hash stands for a token anywhere. Where two sequences part inside a page, that page is not shared. A node is split where a match or
 an insert ends, so a node is always used, locked and timed as a whole, and only eviction shortens one.
 
 Logical time is a position in `_lru`, which holds the unlocked nodes, least recently used first. A use moves its path to the end, the
@@ -35,10 +35,10 @@ class _Node:
 
     parent: _Node | None
     key: EdgeKey
-    tokens: Int32Array
-    """[n], n a multiple of the page size, above 0 in all but the root"""
+    run: bytes
+    """Its tokens as int32: whole pages, at least one in all but the root."""
     pages: Int32Array
-    """[n / page_size]"""
+    """[number of pages in `run`]"""
     end: int
     """Tokens from the root to this node's last token."""
     num_locks: int = 0
@@ -50,7 +50,8 @@ class RadixPrefixCache(BasePrefixCache):
 
     def __init__(self, page_size: int) -> None:
         super().__init__(page_size)
-        self._root = _Node(None, (None, b""), no_pages(), no_pages(), 0)
+        self._page_bytes = page_size * np.dtype(np.int32).itemsize
+        self._root = _Node(None, (None, b""), b"", no_pages(), 0)
         self._lru: OrderedDict[_Node, None] = OrderedDict()
         self._num_evictable_pages = 0
         self._num_locked_pages = 0
@@ -64,7 +65,7 @@ class RadixPrefixCache(BasePrefixCache):
         return self._num_locked_pages
 
     def match(self, tokens: Int32Array, salt: str | None = None) -> PrefixHandle:
-        return self._use(self._walk(np.ascontiguousarray(tokens, dtype=np.int32), salt))
+        return self._use(self._walk(_as_bytes(tokens), salt))
 
     def lock(self, handle: PrefixHandle) -> None:
         for node in self._path(handle.node, handle.num_tokens):
@@ -87,15 +88,14 @@ class RadixPrefixCache(BasePrefixCache):
 
     def insert(self, tokens: Int32Array, pages: Int32Array, salt: str | None = None) -> InsertResult:
         self.check_shapes(tokens, pages)
-        tokens = np.ascontiguousarray(tokens, dtype=np.int32)
-        node = self._walk(tokens, salt)
+        run = _as_bytes(tokens)
+        node = self._walk(run, salt)
         num_existing = node.end
         num_existing_pages = num_existing // self.page_size
         if num_existing < len(tokens):
-            key = self._edge_key(tokens, num_existing, salt)
-            own_pages = np.array(pages[num_existing_pages:], dtype=np.int32)
-            leaf = _Node(node, key, tokens[num_existing:].copy(), own_pages, len(tokens))
-            node.children[key] = node = leaf
+            own_run, own_pages = run[num_existing_pages * self._page_bytes :], np.array(pages[num_existing_pages:], dtype=np.int32)
+            leaf = _Node(node, self._edge_key(own_run, 0, salt), own_run, own_pages, len(tokens))
+            node.children[leaf.key] = node = leaf
             self._num_evictable_pages += len(own_pages)
         handle = self._use(node)
         offered = pages[:num_existing_pages]
@@ -130,44 +130,39 @@ class RadixPrefixCache(BasePrefixCache):
             raise IntegrityError(f"pages in the tree twice: {values[counts > 1].tolist()}; below 0: {values[values < 0].tolist()}")
         return pages
 
-    def _edge_key(self, tokens: Int32Array, start: int, salt: str | None) -> EdgeKey:
-        return salt, tokens[start : start + self.page_size].tobytes()
+    def _edge_key(self, run: bytes, start: int, salt: str | None) -> EdgeKey:
+        return salt, run[start : start + self._page_bytes]
 
-    def _walk(self, tokens: Int32Array, salt: str | None) -> _Node:
-        """The node at which the longest cached prefix of `tokens` ends; it is split there if need be."""
-        node = self._root
-        while len(tokens) - node.end >= self.page_size:
-            child = node.children.get(self._edge_key(tokens, node.end, salt))
-            if child is None:
-                break
-            num_common = self._num_common_tokens(child.tokens, tokens[node.end :])
-            if num_common < len(child.tokens):
-                return self._split(child, num_common)
-            node = child
+    def _walk(self, run: bytes, salt: str | None) -> _Node:
+        """The node at which the longest cached prefix of the tokens in `run` ends; it is split there if need be."""
+        node, start = self._root, 0
+        while (child := node.children.get(self._edge_key(run, start, salt))) is not None:  # less than a page is nobody's key
+            if not run.startswith(child.run, start):
+                return self._split(child, self._num_common_pages(child.run, run[start : start + len(child.run)]))
+            node, start = child, start + len(child.run)
         return node
 
-    def _num_common_tokens(self, run: Int32Array, tokens: Int32Array) -> int:
-        """Length of the longest common start, in whole pages."""
-        num_tokens = min(len(run), len(tokens))
-        equal = run[:num_tokens] == tokens[:num_tokens]
-        if not equal.all():
-            num_tokens = int(equal.argmin())
-        return num_tokens - num_tokens % self.page_size
+    def _num_common_pages(self, run: bytes, other: bytes) -> int:
+        """Whole pages in which two runs start alike; they are not alike throughout `run`."""
+        num_bytes = min(len(run), len(other))
+        differ = np.frombuffer(run, np.uint8, num_bytes) != np.frombuffer(other, np.uint8, num_bytes)
+        if differ.any():
+            num_bytes = int(differ.argmax())
+        return num_bytes // self._page_bytes
 
-    def _split(self, node: _Node, num_tokens: int) -> _Node:
-        """Cut `node` after `num_tokens`; returns the new upper part, whose use must follow.
+    def _split(self, node: _Node, num_pages: int) -> _Node:
+        """Cut `node` after `num_pages`; returns the new upper part, whose use must follow.
 
         The lower part stays the same object, since handles that name it mean the whole path. Each of its locks is one on the upper
         part too.
         """
         parent = _parent(node)
-        num_pages = num_tokens // self.page_size
-        end = node.end - len(node.tokens) + num_tokens
-        upper = _Node(parent, node.key, node.tokens[:num_tokens].copy(), node.pages[:num_pages].copy(), end, node.num_locks)
+        cut = num_pages * self._page_bytes
+        end = node.end - (len(node.pages) - num_pages) * self.page_size
+        upper = _Node(parent, node.key, node.run[:cut], node.pages[:num_pages].copy(), end, node.num_locks)
         parent.children[node.key] = upper
-        node.tokens = node.tokens[num_tokens:].copy()
-        node.pages = node.pages[num_pages:].copy()
-        node.key = self._edge_key(node.tokens, 0, node.key[0])
+        node.run, node.pages = node.run[cut:], node.pages[num_pages:].copy()
+        node.key = self._edge_key(node.run, 0, node.key[0])
         node.parent = upper
         upper.children[node.key] = node
         return upper
@@ -195,9 +190,8 @@ class RadixPrefixCache(BasePrefixCache):
 
     def _shorten(self, leaf: _Node, num_pages: int) -> None:
         """Keep the leaf's first `num_pages`; without any it leaves the tree."""
-        num_tokens = num_pages * self.page_size
-        leaf.end -= len(leaf.tokens) - num_tokens
-        leaf.tokens, leaf.pages = _first(leaf.tokens, num_tokens), _first(leaf.pages, num_pages)
+        leaf.end -= (len(leaf.pages) - num_pages) * self.page_size
+        leaf.run, leaf.pages = leaf.run[: num_pages * self._page_bytes], leaf.pages[:num_pages].copy()
         if num_pages == 0:
             del self._lru[leaf]
             del _parent(leaf).children[leaf.key]
@@ -212,14 +206,14 @@ class RadixPrefixCache(BasePrefixCache):
 
     def _check_node(self, node: _Node) -> None:
         parent = _parent(node)
-        key = self._edge_key(node.tokens, 0, node.key[0])
+        key = self._edge_key(node.run, 0, node.key[0])
         wrong = {
-            "it is empty": len(node.tokens) == 0,
-            "it has tokens beside its whole pages": len(node.tokens) != len(node.pages) * self.page_size,
+            "it is empty": len(node.pages) == 0,
+            "its tokens do not fill its pages": len(node.run) != len(node.pages) * self._page_bytes,
             "its key is not its first page": node.key != key,
             "its parent does not know it by its first page": parent.children.get(key) is not node,
             "its salt is not its parent's": parent is not self._root and parent.key[0] != node.key[0],
-            "its end is not where its tokens end": node.end != parent.end + len(node.tokens),
+            "its end is not where its tokens end": node.end != parent.end + len(node.pages) * self.page_size,
             "its locks are fewer than its children's": node.num_locks < sum([child.num_locks for child in node.children.values()]),
             "it is evictable if locked, or not if unlocked": (node.num_locks == 0) is not (node in self._lru),
         }
@@ -246,7 +240,5 @@ def _parent(node: _Node) -> _Node:
     return node.parent
 
 
-def _first(array: Int32Array, length: int) -> Int32Array:
-    """The first elements: a view, or a copy where the view would keep more than twice their memory alive."""
-    owner = array if array.base is None else array.base
-    return array[:length].copy() if 2 * length < owner.size else array[:length]
+def _as_bytes(tokens: Int32Array) -> bytes:
+    return np.ascontiguousarray(tokens, dtype=np.int32).tobytes()

@@ -136,8 +136,10 @@ def _plain_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise RequestError(f"{where}: an object with a string `role` is wanted", param="messages")
     plain = {key: value for key, value in message.items() if value is not None}
     plain["content"] = _plain_content(message.get("content"), where)
-    if plain.get("tool_calls"):
-        plain["tool_calls"] = [_plain_tool_call(call, where) for call in plain["tool_calls"]]
+    if calls := plain.get("tool_calls"):
+        if not isinstance(calls, Sequence):
+            raise RequestError(f"{where}.tool_calls: a list is wanted", param="messages")
+        plain["tool_calls"] = [_plain_tool_call(call, where) for call in calls]
     return plain
 
 

@@ -35,7 +35,9 @@ SENTENCE_WORDS = ["▁", "▁Paris", "▁Rome", "Oslo", "▁is", "s", "▁▁", 
 def sentence_piece() -> Tokenizer:
     """Llama-2 style: ids 0-2 <unk> <s> </s>, 3-258 bytes, then SENTENCE_WORDS."""
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *SENTENCE_WORDS]
-    backend = Tokenizer(models.BPE(vocab={word: place for place, word in enumerate(words)}, merges=[], byte_fallback=True, unk_token="<unk>"))
+    backend = Tokenizer(
+        models.BPE(vocab={word: place for place, word in enumerate(words)}, merges=[], byte_fallback=True, unk_token="<unk>")
+    )
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     backend.add_special_tokens(["<unk>", "<s>", "</s>"])

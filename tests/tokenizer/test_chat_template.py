@@ -49,7 +49,7 @@ def render(source, messages, special_tokens=None, add_generation_prompt=True, **
     return template.render(messages, add_generation_prompt=add_generation_prompt, special_tokens=special_tokens or {}, variables=variables)
 
 
-@pytest.mark.parametrize(("source", "chat"), itertools.product([CHATML, TRIMMED, NAMESPACED, YEAR], range(len(CHATS))))
+@pytest.mark.parametrize(("source", "chat"), list(itertools.product([CHATML, TRIMMED, NAMESPACED, YEAR], range(len(CHATS)))))
 def test_rendering_equals_transformers(source, chat):
     from transformers import PreTrainedTokenizerFast
 
@@ -79,9 +79,13 @@ def test_parts_other_than_text_are_refused_by_kind(kind):
     assert repr(kind) in str(caught.value)
 
 
-@pytest.mark.parametrize("message", [{"role": "assistant", "content": None}, {"role": "assistant"}, {"role": "assistant", "content": None, "tool_calls": None}])
+@pytest.mark.parametrize(
+    "message", [{"role": "assistant", "content": None}, {"role": "assistant"}, {"role": "assistant", "content": None, "tool_calls": None}]
+)
 def test_null_or_missing_content_never_prints_none(message):
-    text = render(CHATML, [{"role": "user", "content": "a"}, message, {"role": "tool", "tool_call_id": "c1", "name": None, "content": "Sunny"}])
+    text = render(
+        CHATML, [{"role": "user", "content": "a"}, message, {"role": "tool", "tool_call_id": "c1", "name": None, "content": "Sunny"}]
+    )
     assert "None" not in text
     assert "<|im_start|>assistant\n<|im_end|>" in text
     assert "Sunny" in text
@@ -89,7 +93,11 @@ def test_null_or_missing_content_never_prints_none(message):
 
 def test_a_replayed_tool_turn_reaches_a_template_that_knows_tools():
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
-    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "Sunny"}]
+    chat = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "Sunny"},
+    ]
     text = render(NAMESPACED, chat)
     assert 'weather({"city": "Rome"})' in text
     assert "None" not in text
@@ -135,7 +143,14 @@ def test_a_template_that_raises_gives_its_own_words():
 
 @pytest.mark.parametrize(
     "source",
-    ["{{ messages[0].nothing.more }}", "{{ 'a' + 3 }}", "{{ 1 / 0 }}", "{{ {}['k']['l'] }}", "{{ messages.append(1) }}", "{{ ''.__class__.__mro__ }}{{ x.y.z }}"],
+    [
+        "{{ messages[0].nothing.more }}",
+        "{{ 'a' + 3 }}",
+        "{{ 1 / 0 }}",
+        "{{ {}['k']['l'] }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__mro__ }}{{ x.y.z }}",
+    ],
 )
 def test_whatever_a_template_does_wrong_is_a_client_error(source):
     with pytest.raises(RequestError, match="cannot render these messages"):

@@ -1,0 +1,48 @@
+"""One offline request's output while it grows: tokens in, text out, and its ending."""
+
+from __future__ import annotations
+
+from minisgl.core import FinishReason, SamplingParams
+from minisgl.llm.results import GenerationResult
+from minisgl.message import DetokenizeMsg
+from minisgl.tokenizer.detokenize import TextStream
+from minisgl.tokenizer.loader import Tokenizer
+
+__all__ = ["Output"]
+
+
+class Output:
+    """Collects the scheduler's messages about one uid. `stopped_here` tells that a stop string has ended it, which the scheduler
+    does not know yet."""
+
+    def __init__(self, uid: int, num_prompt_tokens: int, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+        self.uid = uid
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.result: GenerationResult | None = None
+        self._num_prompt_tokens = num_prompt_tokens
+        self._stream = None
+        if tokenizer is not None:
+            self._stream = TextStream(tokenizer, skip_special_tokens=params.skip_special_tokens, stop=params.stop)
+
+    def take(self, message: DetokenizeMsg) -> bool:
+        """Add a message. True if a stop string was completed by it: the scheduler is then to be told to abort."""
+        if self.result is not None:
+            return False
+        if message.next_token is not None:
+            self.token_ids.append(message.next_token)
+            if self._stream is not None and message.finish_reason != "stop":
+                self.text += self._stream.push(message.next_token)
+                if self._stream.stopped:
+                    self.end("stop", message.num_cached_tokens)
+                    return not message.finished
+        if message.finished:
+            assert message.finish_reason is not None
+            self.end(message.finish_reason, message.num_cached_tokens, message.error)
+        return False
+
+    def end(self, reason: FinishReason, num_cached_tokens: int = 0, error: str | None = None) -> None:
+        """Nothing more will come."""
+        if self._stream is not None and not self._stream.stopped:
+            self.text += self._stream.finish()
+        self.result = GenerationResult(self.text, self.token_ids, reason, self._num_prompt_tokens, num_cached_tokens, error)
