@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import sys
@@ -27,8 +28,8 @@ from minisgl.kvcache import BasePrefixCache, make_prefix_cache
 NUM_TOKENS = 4096
 NUM_NODES = 100_000
 CHUNK = 128
-MATCH_TARGET_US = 300.0
-EVICT_TARGET_US = 20.0
+PAGE_SIZES = (1, 16, 64)
+TARGETS_US = {"match_and_insert_4096_tokens": 300.0, "evict_one_leaf_of_100000_nodes": 20.0}
 
 
 def elapsed_us(call: Callable[[], object]) -> float:
@@ -68,7 +69,7 @@ def measure_prompts(page_size: int, num_prompts: int) -> dict[str, float]:
             cache.insert(chunked[:end], chunked_pages[: end // page_size])
         times["chunked"].append(elapsed_us(lambda t=chunked, p=chunked_pages: match_and_insert(cache, t, p)))
     cache.check_integrity()
-    return {kind: statistics.median(values) for kind, values in times.items()}
+    return {f"{kind}_us": round(statistics.median(values), 1) for kind, values in times.items()}
 
 
 def measure_eviction(page_size: int, num_evictions: int) -> dict[str, float]:
@@ -87,45 +88,54 @@ def measure_eviction(page_size: int, num_evictions: int) -> dict[str, float]:
         cache.match(prompts[index])
     assert cache.num_evictable_pages == NUM_NODES, "each node holds one page"
     times = [elapsed_us(lambda: cache.evict(1)) for _ in range(num_evictions)]
-    walk_us = elapsed_us(cache.check_integrity)
-    return {"median": statistics.median(times), "p99": sorted(times)[num_evictions * 99 // 100], "integrity_walk_ms": walk_us / 1000}
+    figures = {
+        "median_us": statistics.median(times),
+        "p99_us": sorted(times)[num_evictions * 99 // 100],
+        "integrity_walk_ms": elapsed_us(cache.check_integrity) / 1000,
+    }
+    return {name: round(figure, 1) for name, figure in figures.items()}
 
 
-def machine() -> dict[str, str]:
+def hardware() -> dict[str, str]:
     cpu_info = Path("/proc/cpuinfo")
     lines = cpu_info.read_text(encoding="utf-8").splitlines() if cpu_info.exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return {
-        "cpu": models[0] if models else platform.processor(),
-        "num_cpus": str(len(models) or "unknown"),
-        "python": platform.python_version(),
-        "numpy": version("numpy"),
-        "minisgl": version("minisgl"),
-        "platform": platform.platform(),
-    }
+    return {"cpu": models[0] if models else platform.processor(), "num_cores": str(os.cpu_count()), "platform": platform.platform()}
+
+
+def print_table(measured: dict[str, dict[str, list[dict[str, float]]]], targets_us: dict[str, float]) -> None:
+    """One line per page size, the median over the runs of each run's figure."""
+    for what, by_size in measured.items():
+        columns = list(next(iter(by_size.values()))[0])
+        sys.stdout.write(f"{what}, target {targets_us[what]:.0f} us\n  page size" + "".join(f"{name:>20}" for name in columns) + "\n")
+        for size, runs in by_size.items():
+            figures = [statistics.median(run[name] for run in runs) for name in columns]
+            sys.stdout.write(f"{size:>11}" + "".join(f"{figure:20.1f}" for figure in figures) + "\n")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "prefix_cache.json")
-    parser.add_argument("--num-prompts", type=int, default=100, help="prompts of each kind, for the median")
-    parser.add_argument("--num-evictions", type=int, default=2000, help="evictions of one leaf, for the median")
+    parser.add_argument("--num-runs", type=int, default=3, help="how often all is measured")
+    parser.add_argument("--num-prompts", type=int, default=100, help="prompts of each kind in a run; the figure is their median")
+    parser.add_argument("--num-evictions", type=int, default=2000, help="evictions of one leaf in a run")
     args = parser.parse_args()
+    measured: dict[str, dict[str, list[dict[str, float]]]] = {what: {str(size): [] for size in PAGE_SIZES} for what in TARGETS_US}
+    for _ in range(args.num_runs):
+        for size in PAGE_SIZES:
+            measured["match_and_insert_4096_tokens"][str(size)].append(measure_prompts(size, args.num_prompts))
+            measured["evict_one_leaf_of_100000_nodes"][str(size)].append(measure_eviction(size, args.num_evictions))
+    print_table(measured, TARGETS_US)
     result = {
-        "machine": machine(),
-        "targets_us": {"match_and_insert_4096": MATCH_TARGET_US, "evict_leaf_of_100000": EVICT_TARGET_US},
-        "match_and_insert_4096_us": {str(size): measure_prompts(size, args.num_prompts) for size in (1, 16, 64)},
-        "evict_leaf_of_100000_us": {str(size): measure_eviction(size, args.num_evictions) for size in (1, 16, 64)},
+        "command": f"python benchmark/prefix_cache.py {' '.join(sys.argv[1:])}".strip(),
+        "versions": {"minisgl": version("minisgl"), "python": platform.python_version(), "numpy": version("numpy")},
+        "hardware": hardware(),
+        "config": {name: str(value) for name, value in vars(args).items() if name != "out"},
+        "targets_us": TARGETS_US,
+        "measured": measured,
     }
-    out = sys.stdout.write
-    out(f"match and insert of {NUM_TOKENS} tokens, us (target {MATCH_TARGET_US:.0f})\n page    cold    warm  branch chunked\n")
-    for size, row in result["match_and_insert_4096_us"].items():
-        out(f"{size:>5}" + "".join(f"{row[kind]:8.1f}" for kind in ("cold", "warm", "branch", "chunked")) + "\n")
-    out(f"evict one leaf of {NUM_NODES} nodes, us (target {EVICT_TARGET_US:.0f})\n page  median     p99  integrity walk, ms\n")
-    for size, row in result["evict_leaf_of_100000_us"].items():
-        out(f"{size:>5}{row['median']:8.1f}{row['p99']:8.1f}{row['integrity_walk_ms']:10.0f}\n")
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

@@ -17,11 +17,20 @@ import numpy.typing as npt
 
 from minisgl.errors import RequestError
 
-__all__ = ["Batch", "Context", "FinishReason", "Int32Array", "Req", "RequestState", "SamplingParams"]
+__all__ = ["Batch", "Context", "FinishReason", "Int32Array", "Req", "RequestState", "SamplingParams", "SlotSetup"]
 
 Int32Array = npt.NDArray[np.int32]
 FinishReason = Literal["stop", "length", "abort", "error"]
 
+NUMBER_RANGES = (
+    ("temperature", 0.0, 2.0),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("repetition_penalty", 0.0, 10.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("presence_penalty", -2.0, 2.0),
+)
+MAX_STOPS, MAX_STOP_LENGTH, MAX_STOP_IDS, MAX_BIASES = 16, 256, 64, 1024
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: dividing fp32 logits by less would overflow before it changed a choice."""
 
@@ -31,31 +40,75 @@ class SamplingParams:
     """How one request's tokens are chosen and when it ends. Checked on construction; raises RequestError naming the field."""
 
     temperature: float = 0.0
-    """0 (or below 1e-5) is greedy. This version serves greedy requests only."""
+    """Logits are divided by it; 0 (or below 1e-5) is greedy. 0 to 2."""
+    top_k: int = 0
+    """Only the k likeliest tokens; 0 or -1 is off."""
+    top_p: float = 1.0
+    """Only the likeliest tokens that together reach this probability; above 0, 1 is off."""
+    min_p: float = 0.0
+    """Only tokens with at least this share of the likeliest one's probability; 0 is off."""
+    seed: int | None = None
+    """Noise is a function of seed and position; None takes one for the request. 0 to 2**64 - 1."""
+    repetition_penalty: float = 1.0
+    """Tokens of prompt and output become less likely above 1, likelier below; above 0, at most 10."""
+    frequency_penalty: float = 0.0
+    """Subtracted once per time a token stands in the output; -2 to 2."""
+    presence_penalty: float = 0.0
+    """Subtracted from tokens that stand in the output; -2 to 2."""
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    """Added to the logits of these token ids before anything else; at most 1,024 entries, -100 to 100 each."""
+    min_tokens: int = 0
+    """No end id is sampled before so many tokens of output."""
     max_tokens: int | None = None
     """Most new tokens; None means as many as context and pool leave."""
     stop: tuple[str, ...] = ()
-    """The text ends before the first of these."""
+    """The text ends before the first of these; at most 16 of up to 256 characters."""
     stop_token_ids: tuple[int, ...] = ()
-    """Further token ids that end the request, besides the model's own."""
+    """Further token ids that end the request, besides the model's own; at most 64."""
     ignore_eos: bool = False
     """Run on after an end-of-sequence token; `stop_token_ids` still end it."""
     skip_special_tokens: bool = True
     """Leave control tokens out of the text."""
 
     def __post_init__(self) -> None:
-        check_number("temperature", self.temperature, 0.0, 0.0)
+        for name, low, high in NUMBER_RANGES:
+            check_number(name, getattr(self, name), low, high)
+        for name in ("top_p", "repetition_penalty"):
+            if getattr(self, name) == 0:
+                raise RequestError(f"{name}: 0 found; a number above 0 is wanted", param=name)
+        check_integer("top_k", self.top_k, -1, 2**31 - 1)
+        object.__setattr__(self, "top_k", max(self.top_k, 0))
+        check_integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.seed is not None:
+            check_integer("seed", self.seed, 0, 2**64 - 1)
         if self.max_tokens is not None:
             check_integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
+            if self.min_tokens > self.max_tokens:
+                raise RequestError(f"min_tokens: {self.min_tokens} found; max_tokens is {self.max_tokens}", param="min_tokens")
+        self._check_ends()
+        self._check_bias()
+
+    def _check_ends(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise RequestError(f"stop: {text!r} found; each stop is a string of at least one character", param="stop")
+        if len(stop) > MAX_STOPS:
+            raise RequestError(f"stop: {len(stop)} strings found; at most {MAX_STOPS} are allowed", param="stop")
+        for text in stop:
+            if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LENGTH:
+                found = f"{len(text)} characters" if isinstance(text, str) else repr(text)
+                raise RequestError(f"stop: {found} found; each stop is a string of 1 to {MAX_STOP_LENGTH} characters", param="stop")
+        if len(self.stop_token_ids) > MAX_STOP_IDS:
+            raise RequestError(f"stop_token_ids: {len(self.stop_token_ids)} found; at most {MAX_STOP_IDS}", param="stop_token_ids")
         for token_id in self.stop_token_ids:
             check_integer("stop_token_ids", token_id, 0, 2**31 - 1)
+
+    def _check_bias(self) -> None:
+        if not isinstance(self.logit_bias, dict) or len(self.logit_bias) > MAX_BIASES:
+            raise RequestError(f"logit_bias: a mapping of at most {MAX_BIASES} token ids to numbers is wanted", param="logit_bias")
+        for token_id, bias in self.logit_bias.items():
+            check_integer("logit_bias", token_id, 0, 2**31 - 1)
+            check_number("logit_bias", bias, -100.0, 100.0)
 
     @property
     def is_greedy(self) -> bool:
@@ -75,8 +128,7 @@ def check_number(name: str, value: Any, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise RequestError(f"{name}: {value!r} found; a finite number is wanted", param=name)
     if not low <= value <= high:
-        allowed = f"only {low:g} is supported" if low == high else f"{low:g} to {high:g} is allowed"
-        raise RequestError(f"{name}: {value:g} found; {allowed}", param=name)
+        raise RequestError(f"{name}: {value:g} found; {low:g} to {high:g} is allowed", param=name)
 
 
 class RequestState(Enum):
@@ -156,6 +208,22 @@ class Req:
         return self.device_len - self.cached_len
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SlotSetup:
+    """How a slot samples from now on, and what its request has said so far."""
+
+    slot: int
+    params: SamplingParams
+    seed: int
+    """64 bits"""
+    end_ids: frozenset[int]
+    """token ids that may not be sampled before `params.min_tokens`"""
+    prompt: Int32Array
+    """[n] the prompt's tokens"""
+    output: Int32Array
+    """[m] tokens sampled before the request was retracted"""
+
+
 @dataclass(frozen=True, slots=True)
 class Batch:
     """One step's plan, a value: who runs, which tokens, where their K/V goes. The engine needs nothing else.
@@ -169,8 +237,8 @@ class Batch:
     """[B], ascending"""
     buffer: Int32Array
     layout: dict[str, tuple[int, int]]
-    sampling: Any = field(default=None)
-    """Sampling state of the S sampling rows; None when all of them are greedy."""
+    setups: tuple[SlotSetup, ...] = ()
+    """Sampling state of slots that sample for the first time since their request took them."""
 
     def view(self, name: str) -> Int32Array:
         start, end = self.layout[name]
@@ -234,7 +302,7 @@ class Batch:
 BATCH_FIELDS = ("slots", "cached_lens", "extend_lens", "input_ids", "positions", "write_slots", "sample_rows", "table_updates")
 
 
-def make_batch(step: int, uids: tuple[int, ...], arrays: dict[str, npt.NDArray[Any]], sampling: Any = None) -> Batch:
+def make_batch(step: int, uids: tuple[int, ...], arrays: dict[str, npt.NDArray[Any]], setups: tuple[SlotSetup, ...] = ()) -> Batch:
     """Pack the arrays named in BATCH_FIELDS into one buffer. `table_updates` may be [U, 3]; the others are one-dimensional."""
     layout: dict[str, tuple[int, int]] = {}
     end = 0
@@ -244,7 +312,7 @@ def make_batch(step: int, uids: tuple[int, ...], arrays: dict[str, npt.NDArray[A
     buffer = np.empty(end, dtype=np.int32)
     for name, (start, stop) in layout.items():
         buffer[start:stop] = arrays[name].reshape(-1)
-    return Batch(step, uids, buffer, layout, sampling)
+    return Batch(step, uids, buffer, layout, setups)
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,9 +52,8 @@ class TorchAttention(BaseAttentionBackend):
         cached, extend = batch.cached_lens, batch.extend_lens
         starts = np.cumsum(extend) - extend
         slots = self._to_device(batch.slots)
-        groups = [
-            self._group(slots[rows], cached[rows] + extend[rows], starts[rows], int(extend[rows[0]])) for rows in _split_rows(cached, extend)
-        ]
+        after = cached + extend
+        groups = [self._group(slots[rows], after[rows], starts[rows], int(extend[rows[0]])) for rows in _split_rows(cached, extend)]
         return _Metadata(self._to_device(batch.write_slots), tuple(groups))
 
     def _to_device(self, array: Int32Array) -> torch.Tensor:

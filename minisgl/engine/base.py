@@ -27,6 +27,8 @@ class EngineLimits:
     """rows of the page table"""
     vocab_size: int
     """token ids below this are legal input"""
+    num_known_ids: int = 2**31 - 1
+    """token ids from here on are padding of the vocabulary and never sampled"""
     end_ids: frozenset[int] = frozenset()
     """token ids that end a sequence unless a request ignores them"""
     device_type: Literal["cpu", "cuda"] = "cpu"

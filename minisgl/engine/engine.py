@@ -21,6 +21,7 @@ from minisgl.distributed import Communicator, make_communicator
 from minisgl.engine.base import EngineLimits
 from minisgl.engine.config import EngineConfig
 from minisgl.engine.memory import MemoryPlan, available_bytes, plan_memory
+from minisgl.engine.sampler import Sampler
 from minisgl.errors import ConfigError
 from minisgl.kvcache.pool import make_kv_pool
 from minisgl.layers.base import Spec
@@ -28,7 +29,7 @@ from minisgl.models.config import ModelConfig, load_model_config
 from minisgl.models.decoder import CausalLM
 from minisgl.models.resolve import resolve_model
 from minisgl.models.weights import fill_dummy, load_weights
-from minisgl.tokenizer.loader import load_end_ids
+from minisgl.tokenizer.loader import load_ids
 
 __all__ = ["Engine", "make_engine"]
 
@@ -53,7 +54,12 @@ class Engine:
     """One rank's model with its pool, ready to compute."""
 
     def __init__(
-        self, model: CausalLM, attention: BaseAttentionBackend, comm: Communicator, limits: EngineLimits, cpu_group: dist.ProcessGroup | None
+        self,
+        model: CausalLM,
+        attention: BaseAttentionBackend,
+        comm: Communicator,
+        limits: EngineLimits,
+        cpu_group: dist.ProcessGroup | None,
     ) -> None:
         """`attention` holds the pool and the page table, int32 [max_running_req + 1, pages per row], that this engine updates."""
         self.limits = limits
@@ -62,15 +68,18 @@ class Engine:
         self._attention = attention
         self._comm = comm
         self._device = attention.pool.k.device
+        self._sampler = Sampler(limits.max_running_req, min(limits.num_known_ids, limits.vocab_size), self._device)
         self._last_tokens = torch.zeros(limits.max_running_req + 1, dtype=torch.int64, device=self._device)
         """[slots] the token that each slot sampled last"""
 
     def submit(self, batch: Batch) -> _CpuStep:
         """Compute one step."""
+        rows = batch.sample_rows
+        slots, positions = batch.slots[rows], (batch.cached_lens + batch.extend_lens)[rows]
+        self._sampler.set_up(batch.setups)
         with torch.inference_mode():
-            logits = self.forward(batch)
-            tokens = logits.argmax(-1)
-            self._last_tokens[self._to_device(batch.slots[batch.sample_rows])] = tokens
+            tokens = self._sampler.sample(self.forward(batch), slots, positions)
+            self._last_tokens[self._to_device(slots)] = tokens
         return _CpuStep(tokens)
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -111,13 +120,15 @@ def make_engine(config: EngineConfig, *, log: Callable[[str], None] = logger.inf
     plan = plan_memory(config, model_config, dtype, page_size, available, _num_bytes(model), device.type)
     log(f"memory: {plan}")
     attention = _make_attention(config, model_config, plan, page_size, max_seq_len, dtype, device)
+    end_ids, num_known_ids = load_ids(model_dir)
     limits = EngineLimits(
         num_pages=plan.num_pages,
         page_size=page_size,
         max_seq_len=max_seq_len,
         max_running_req=config.max_running_req,
         vocab_size=model_config.vocab_size,
-        end_ids=load_end_ids(model_dir),
+        num_known_ids=num_known_ids or model_config.vocab_size,
+        end_ids=end_ids,
         device_type="cuda" if device.type == "cuda" else "cpu",
     )
     return Engine(model, attention, make_communicator(config.tp_info, None), limits, None)

@@ -104,7 +104,7 @@ def route(router_logits: torch.Tensor, num_experts_per_token: int, is_renormalis
 def experts(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Sum of each token's experts. x [T, hidden]; gate_up [E, 2 I, hidden]; down [E, hidden, I]; weights, ids [T, k] -> [T, hidden]."""
     out = torch.zeros_like(x)
-    for expert in ids.unique().tolist():
+    for expert in torch.bincount(ids.reshape(-1)).nonzero().reshape(-1).tolist():
         tokens, rank = torch.where(ids == expert)
         hidden = silu_mul(F.linear(x[tokens], gate_up[expert]))
         scaled = F.linear(hidden, down[expert]) * weights[tokens, rank].unsqueeze(-1)

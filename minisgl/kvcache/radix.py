@@ -1,8 +1,9 @@
 """The prefix cache as a radix tree over tokens: sequences that start alike share the pages of what they share.
 
 A node is a run of whole pages. Children are found by their first page's tokens, and the rest of the run is compared token by token
-(as bytes of int32, since that is one call per node however long the run); no hash stands for a token anywhere. Where two sequences part inside a page, that page is not shared. A node is split where a match or
-an insert ends, so a node is always used, locked and timed as a whole, and only eviction shortens one.
+(as bytes of int32: one call per node however long the run); no hash stands for a token anywhere. Where two sequences part inside a
+page, that page is not shared. A node is split where a match or an insert ends, so a node is always used, locked and timed as a whole,
+and only eviction shortens one.
 
 Logical time is a position in `_lru`, which holds the unlocked nodes, least recently used first. A use moves its path to the end, the
 deepest node first. Hence a child always stands before its parent, and since a locked node's ancestors are locked as well, the first
@@ -24,6 +25,8 @@ from minisgl.errors import IntegrityError
 from minisgl.kvcache.base import BasePrefixCache, InsertResult, PrefixHandle, no_pages
 
 __all__ = ["RadixPrefixCache"]
+
+TOKEN_BYTES = 4
 
 EdgeKey = tuple[str | None, bytes]
 """A salt and the tokens of one page, as bytes: what a child is found by."""
@@ -50,7 +53,7 @@ class RadixPrefixCache(BasePrefixCache):
 
     def __init__(self, page_size: int) -> None:
         super().__init__(page_size)
-        self._page_bytes = page_size * np.dtype(np.int32).itemsize
+        self._page_bytes = page_size * TOKEN_BYTES
         self._root = _Node(None, (None, b""), b"", no_pages(), 0)
         self._lru: OrderedDict[_Node, None] = OrderedDict()
         self._num_evictable_pages = 0
@@ -144,11 +147,11 @@ class RadixPrefixCache(BasePrefixCache):
 
     def _num_common_pages(self, run: bytes, other: bytes) -> int:
         """Whole pages in which two runs start alike; they are not alike throughout `run`."""
-        num_bytes = min(len(run), len(other))
-        differ = np.frombuffer(run, np.uint8, num_bytes) != np.frombuffer(other, np.uint8, num_bytes)
+        num_tokens = min(len(run), len(other)) // TOKEN_BYTES
+        differ = np.frombuffer(run, np.int32, num_tokens) != np.frombuffer(other, np.int32, num_tokens)
         if differ.any():
-            num_bytes = int(differ.argmax())
-        return num_bytes // self._page_bytes
+            num_tokens = int(differ.argmax())
+        return num_tokens // self.page_size
 
     def _split(self, node: _Node, num_pages: int) -> _Node:
         """Cut `node` after `num_pages`; returns the new upper part, whose use must follow.

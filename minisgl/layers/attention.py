@@ -64,7 +64,7 @@ class SelfAttention(BaseOP):
 
     def forward(self, x: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor], context: Context) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]; cos and sin are [T, D/2]."""
-        q, k, v = self._qkv.forward(x).split((self._q_size, self._kv_size, self._kv_size), dim=-1)
+        q, k, v = torch.split(self._qkv.forward(x), [self._q_size, self._kv_size, self._kv_size], dim=-1)
         q = q.reshape(-1, self._num_heads, self._head_dim)
         k = k.reshape(-1, self._num_kv_heads, self._head_dim)
         v = v.reshape(-1, self._num_kv_heads, self._head_dim)

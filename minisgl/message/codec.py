@@ -43,7 +43,7 @@ def encode_hook(value: Any) -> tuple[str, bytes]:
 
 def decode_hook(kind: type, value: Any) -> Any:
     """Wire form -> int32 torch tensor [n] that owns its memory. Raises ValueError if the frame is malformed."""
-    if kind is not TokenIds:
+    if kind is not TokenIds:  # type: ignore[comparison-overlap]  # the alias that checkers see is not the class at run time
         raise TypeError(f"no wire form for {kind}")
     name, data = value if isinstance(value, (list, tuple)) and len(value) == 2 else (None, None)
     if name != "int32" or not isinstance(data, bytes) or len(data) % 4:

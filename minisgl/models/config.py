@@ -10,12 +10,12 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from minisgl.errors import ModelFormatError
 from minisgl.layers.attention import AttentionConfig
 from minisgl.layers.mlp import MoEConfig
-from minisgl.layers.rotary import RopeConfig
+from minisgl.layers.rotary import RopeConfig, RopeKind
 from minisgl.models.registry import ARCHITECTURES, Architecture
 
 __all__ = ["ModelConfig", "load_model_config", "parse_model_config"]
@@ -184,8 +184,8 @@ def _rope(raw: dict[str, Any], head_dim: int, context_len: int) -> tuple[RopeCon
         raise ModelFormatError(f"rope_scaling: {scaling!r} found, an object or null is wanted")
     _refuse("partial_rotary_factor", scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)), (1.0,))
     theta = _number({"rope_theta": scaling.get("rope_theta", raw.get("rope_theta"))}, "rope_theta", 10000.0)
-    kind = scaling.get("rope_type", scaling.get("type")) or "default"
-    _refuse("rope_scaling.rope_type", kind, ("default", "linear", "dynamic", "yarn", "llama3"))
+    kind: Any = scaling.get("rope_type", scaling.get("type")) or "default"
+    _refuse("rope_scaling.rope_type", kind, get_args(RopeKind))
     if kind == "default":
         return RopeConfig(head_dim, theta), context_len
     factor = _number(scaling, "factor")

@@ -33,7 +33,7 @@ def resolve_model(model: str | None) -> Path:
     if model is None:
         return embedded_model_path()
     path = Path(model).expanduser()
-    if path.is_dir():
+    if model and path.is_dir():
         return path
     if path.is_file():
         return _converted(path)

@@ -68,10 +68,8 @@ def _read(file: Any, name: str, config: ModelConfig, tp: DistributedInfo) -> tor
     shape = piece.get_shape()
     dim, start, end = shard_range(name, shape, config.attention.num_kv_heads, tp)
     if dim is None:
-        tensor = file.get_tensor(name)
-    else:
-        tensor = piece[start:end] if dim == 0 else piece[:, start:end]
-    return tensor
+        return torch.as_tensor(file.get_tensor(name))
+    return torch.as_tensor(piece[start:end] if dim == 0 else piece[:, start:end])
 
 
 def shard_range(name: str, shape: list[int], num_kv_heads: int, tp: DistributedInfo) -> tuple[int | None, int, int]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from minisgl.core import CACHED, DEVICE, HOST, Batch, Int32Array, make_batch
+from minisgl.core import CACHED, DEVICE, HOST, Batch, Int32Array, Req, SlotSetup, make_batch
 from minisgl.engine.base import StepHandle
 from minisgl.scheduler.table import RequestTable, concat_ranges
 
@@ -42,7 +42,7 @@ class Launched:
     handle: StepHandle
 
 
-def build_batch(step: int, table: RequestTable, rows: Rows) -> Batch:
+def build_batch(step: int, table: RequestTable, rows: Rows, model_end_ids: frozenset[int]) -> Batch:
     """The plan of `rows`; their pages have been allocated."""
     slots, extend = rows.slots, rows.extend
     cached = table.column(slots, CACHED)
@@ -60,7 +60,24 @@ def build_batch(step: int, table: RequestTable, rows: Rows) -> Batch:
         "sample_rows": np.flatnonzero(rows.is_sampled),
         "table_updates": table.take_updates(slots),
     }
-    return make_batch(step, tuple(table.uids[slots].tolist()), arrays)
+    return make_batch(step, tuple(table.uids[slots].tolist()), arrays, _set_up(table, rows, model_end_ids))
+
+
+def _set_up(table: RequestTable, rows: Rows, model_end_ids: frozenset[int]) -> tuple[SlotSetup, ...]:
+    """Sampling state of the slots that sample for the first time since their request took them."""
+    slots = rows.slots[rows.is_sampled & ~table.is_set_up[rows.slots]]
+    if not len(slots):
+        return ()
+    table.is_set_up[slots] = True
+    return tuple(_slot_setup(req, model_end_ids) for req in (table.reqs[slot] for slot in slots) if req is not None)
+
+
+def _slot_setup(req: Req, model_end_ids: frozenset[int]) -> SlotSetup:
+    params = req.sampling_params
+    seed = req.uid if params.seed is None else params.seed
+    end_ids = req.end_ids if params.ignore_eos else req.end_ids | model_end_ids
+    prompt, output = np.split(req.tokens[: req.host_len].copy(), [req.num_prompt_tokens])
+    return SlotSetup(req.slot, params, seed % 2**64, end_ids, prompt, output)
 
 
 def note_launch(table: RequestTable, rows: Rows, step: int) -> Int32Array:

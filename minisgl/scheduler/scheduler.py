@@ -19,7 +19,6 @@ from minisgl.kvcache import PageAllocator, make_prefix_cache
 from minisgl.message import (
     AbortBackendMsg,
     BaseBackendMsg,
-    BaseTokenizerMsg,
     BatchTokenizerMsg,
     DetokenizeMsg,
     ExitMsg,
@@ -182,7 +181,7 @@ class Scheduler(SchedulerIOMixin):
         if rows is None:
             return None
         step, self._num_steps = self._num_steps, self._num_steps + 1
-        batch = build_batch(step, self._table, rows)
+        batch = build_batch(step, self._table, rows, self.engine.limits.end_ids)
         cached_after = note_launch(self._table, rows, step)
         return Launched(batch, rows, cached_after, self.engine.submit(batch))
 
@@ -261,7 +260,7 @@ class Scheduler(SchedulerIOMixin):
             self._release_ended()
         self._cache.collect(self._last_read)
         if replies:
-            self.send_result(BatchTokenizerMsg(data=replies))
+            self.send_result(BatchTokenizerMsg(data=list(replies)))
 
     def _share_prefixes(self, launched: Launched) -> None:
         """Chunks are computed: from now on other requests may use them."""
@@ -270,7 +269,7 @@ class Scheduler(SchedulerIOMixin):
             if req is not None and self._table.is_live[slot]:
                 self._cache.share_prefix(req, min(num_tokens, req.host_len), int(self._table.last_step[slot]))
 
-    def _append_tokens(self, slots: Int32Array, tokens: Int32Array) -> list[BaseTokenizerMsg]:
+    def _append_tokens(self, slots: Int32Array, tokens: Int32Array) -> list[DetokenizeMsg]:
         """Give every live row its token; rows that ended while the step was in flight are discarded."""
         table = self._table
         is_live = table.is_live[slots]
@@ -285,7 +284,7 @@ class Scheduler(SchedulerIOMixin):
             is_stopped[row] |= req is not None and int(tokens[row]) in req.end_ids
         is_full = lengths + 1 >= table.lengths[slots, MAX_DEVICE]
         uids = table.uids[slots].tolist()
-        replies: list[BaseTokenizerMsg] = [DetokenizeMsg(uid, token) for uid, token in zip(uids, tokens.tolist(), strict=True)]
+        replies = [DetokenizeMsg(uid, token) for uid, token in zip(uids, tokens.tolist(), strict=True)]
         for row in np.flatnonzero(is_stopped | is_full).tolist():
             req = self._reqs[uids[row]]
             reason: FinishReason = "stop" if is_stopped[row] else "length"

@@ -20,7 +20,8 @@ def concat_ranges(starts: IntArray, counts: IntArray) -> npt.NDArray[np.int64]:
     """[s0, s0+1, .. s0+c0-1, s1, ..]: ranges of `counts` numbers from `starts`, one after the other."""
     ends = np.cumsum(counts, dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0
-    return np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - counts), counts)
+    numbers: npt.NDArray[np.int64] = np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - counts), counts)
+    return numbers
 
 
 class RequestTable:
@@ -41,6 +42,8 @@ class RequestTable:
         self.last_step = np.full(num_slots, -1, dtype=np.int64)
         """[slots] the last launched step that touches the row"""
         self.ends_at_eos = np.zeros(num_slots, dtype=np.bool_)
+        self.is_set_up = np.zeros(num_slots, dtype=np.bool_)
+        """[slots] True once the engine has the row's sampling parameters"""
         self.has_end_ids = np.zeros(num_slots, dtype=np.bool_)
         """[slots] True if the request has end ids of its own"""
         self.reqs: list[Req | None] = [None] * num_slots
@@ -71,6 +74,7 @@ class RequestTable:
         self.num_pages[slot] = 0
         self._dirty[slot] = 0
         self.last_step[slot] = -1
+        self.is_set_up[slot] = False
         self.ends_at_eos[slot], self.has_end_ids[slot] = not req.sampling_params.ignore_eos, bool(req.end_ids)
         self.uids[slot], self.is_live[slot], self.reqs[slot] = req.uid, True, req
 
@@ -119,7 +123,8 @@ class RequestTable:
     def num_pages_needed(self, slots: IntArray, lengths: IntArray) -> npt.NDArray[np.int64]:
         """[len(slots)] pages missing for sequences of `lengths` tokens, >= 0."""
         wanted = -(-lengths.astype(np.int64) // self.page_size)
-        return np.maximum(wanted - self.num_pages[slots], 0)
+        missing: npt.NDArray[np.int64] = np.maximum(wanted - self.num_pages[slots], 0)
+        return missing
 
     def column(self, slots: IntArray, column: int) -> Int32Array:
         """One of the lengths of `slots`, a copy."""

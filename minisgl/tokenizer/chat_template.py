@@ -25,7 +25,7 @@ from minisgl.errors import ModelFormatError, RequestError
 
 __all__ = ["ChatTemplate", "plain_messages"]
 
-RESERVED_VARIABLES = frozenset({"messages", "add_generation_prompt", "chat_template", "tokenize"})
+RESERVED_VARIABLES = frozenset({"messages", "add_generation_prompt", "chat_template", "tokenize", "self"})
 RENDER_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """What a template can raise on messages that it was not written for."""
 
@@ -90,9 +90,9 @@ class ChatTemplate:
         self._check_variables(variables, special_tokens)
         plain = plain_messages(messages)
         name = self._choose(plain, variables)
-        values = {"tools": None, "documents": None, **special_tokens, **variables}
+        fixed = {"messages": plain, "add_generation_prompt": add_generation_prompt}
         try:
-            return self._templates[name].render(messages=plain, add_generation_prompt=add_generation_prompt, **values)
+            return self._templates[name].render({"tools": None, "documents": None, **special_tokens, **variables, **fixed})
         except RENDER_ERRORS as error:
             raise RequestError(
                 f"the model's chat template cannot render these messages: {error}", code="chat_template_error", param="messages"

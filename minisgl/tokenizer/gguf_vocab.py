@@ -2,7 +2,8 @@
 
 A GGUF file holds vocabulary, merges and token types, but only the *name* of the pre-tokenizer (`tokenizer.ggml.pre`). Each supported
 name stands in `PRE_TOKENIZERS`, tested against ids of the original tokenizer; any other is refused, for a wrong split gives wrong ids
-in silence.
+in silence. A byte that the vocabulary lacks (SmolLM2's has no token for some control characters) is left out of the text, as by the
+original tokenizer, which names no unknown token.
 
 Takes the file's metadata as a plain dict: it needs neither gguf nor numpy. Called by `models.convert`.
 """

@@ -22,7 +22,7 @@ from minisgl.tokenizer.chat_template import ChatTemplate
 from minisgl.tokenizer.detokenize import TextStream
 from minisgl.tokenizer.pieces import TokenPieces
 
-__all__ = ["Tokenizer", "check_unicode", "load_end_ids", "load_tokenizer"]
+__all__ = ["Tokenizer", "check_unicode", "load_ids", "load_tokenizer"]
 
 NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -138,12 +138,14 @@ def load_tokenizer(model_dir: str | Path) -> Tokenizer:
     )
 
 
-def load_end_ids(model_dir: str | Path) -> frozenset[int]:
-    """Ids that end an output, from config.json, generation_config.json and, where there is one, the tokenizer."""
+def load_ids(model_dir: str | Path) -> tuple[frozenset[int], int | None]:
+    """What an engine needs to know: ids that end an output (config.json, generation_config.json, tokenizer), and how many ids the
+    tokenizer knows (None where there is no tokenizer)."""
     directory = Path(model_dir)
     if (directory / "tokenizer.json").is_file():
-        return load_tokenizer(directory).eos_token_ids
-    return frozenset([*_end_ids(directory / "config.json"), *_end_ids(directory / "generation_config.json")])
+        tokenizer = load_tokenizer(directory)
+        return tokenizer.eos_token_ids, tokenizer.vocab_size
+    return frozenset([*_end_ids(directory / "config.json"), *_end_ids(directory / "generation_config.json")]), None
 
 
 def _load_backend(path: Path) -> tokenizers.Tokenizer:

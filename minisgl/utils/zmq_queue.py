@@ -99,10 +99,6 @@ class _Queue:
             raise ClosedError(f"the queue at {self.addr} was used after stop()")
         return self._socket
 
-    def fileno(self) -> int:
-        """Edge-triggered: becomes readable when the queue's state changes. After it did, read until `empty()`."""
-        return int(self.socket.FD)
-
     def stop(self) -> None:
         """Close the socket and remove its file; what was put is still delivered for LINGER_MS. A second call does nothing."""
         self._remove_file()

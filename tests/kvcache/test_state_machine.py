@@ -39,13 +39,13 @@ PLANTED_BUGS = {
     "evicted_prefix_can_be_locked": ("node if node.end == num_tokens else None", "node"),
     "split_drops_the_locks": ("end, node.num_locks)", "end)"),
     "split_leaves_the_lower_part_with_its_old_parent": ("        node.parent = upper\n", ""),
-    "split_leaves_the_lower_part_with_all_pages": ("node.pages = node.pages[num_pages:].copy()", "pass"),
+    "split_leaves_the_lower_part_with_all_pages": ("node.run[cut:], node.pages[num_pages:].copy()", "node.run[cut:], node.pages"),
+    "split_leaves_the_lower_part_with_its_old_key": ("        node.key = self._edge_key(node.run, 0, node.key[0])\n", ""),
     "match_is_not_a_use": ("                self._lru.move_to_end(used)\n", ""),
     "parent_is_evicted_before_its_child": ("for used in path:", "for used in reversed(path):"),
-    "run_is_not_compared_beyond_its_first_page": ("if not equal.all():", "if False:"),
-    "match_ends_inside_a_page": ("return num_tokens - num_tokens % self.page_size", "return num_tokens"),
-    "tenants_share": ("return salt, tokens[", "return None, tokens["),
-    "insert_keeps_the_callers_tokens": ("tokens[num_existing:].copy()", "tokens[num_existing:]"),
+    "run_is_not_compared_beyond_its_first_page": ("if not run.startswith(child.run, start):", "if len(run) < start + len(child.run):"),
+    "a_page_that_differs_is_shared": ("return num_tokens // self.page_size", "return -(-num_tokens // self.page_size)"),
+    "tenants_share": ("return salt, run[", "return None, run["),
     "insert_keeps_the_callers_pages": ("np.array(pages[num_existing_pages:], dtype=np.int32)", "pages[num_existing_pages:]"),
     "insert_reports_canonical_pages_as_duplicates": ("offered[offered != ", "offered[offered == "),
     "eviction_counts_tokens": ("num_missing = min(num_pages,", "num_missing = min(num_pages * self.page_size,"),
@@ -55,7 +55,7 @@ PLANTED_BUGS = {
     ),
     "eviction_takes_whole_runs": ("num_kept = max(0, len(leaf.pages) - num_missing)", "num_kept = 0"),
     "evicted_leaf_stays_its_parents_child": ("            del _parent(leaf).children[leaf.key]\n", ""),
-    "shortened_run_keeps_its_end": ("        leaf.end -= len(leaf.tokens) - num_tokens\n", ""),
+    "shortened_run_keeps_its_end": ("        leaf.end -= (len(leaf.pages) - num_pages) * self.page_size\n", ""),
 }
 
 
@@ -78,7 +78,7 @@ def find_bug(make_cache: Callable[[int], BasePrefixCache]) -> Exception | None:
 
 
 def test_the_loaded_source_itself_has_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
-    passage = "node = self._root\n"
+    passage = "class RadixPrefixCache("
     assert find_bug(load_radix_with(passage, passage, monkeypatch)) is None
 
 

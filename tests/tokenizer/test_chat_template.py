@@ -26,7 +26,8 @@ TRIMMED = """{{ bos_token }}
 {% if not documents %}none{% endif %}
 """
 NAMESPACED = """{%- set ns = namespace(n=0, last='') -%}
-{%- macro show(m) -%}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}<{{ m.role }}>{{ m.content }}{% endif %}{%- endmacro -%}
+{%- macro show(m) -%}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}
+{%- else %}<{{ m.role }}>{{ m.content }}{% endif %}{%- endmacro -%}
 {%- for m in messages -%}{%- set ns.n = ns.n + 1 -%}{{ show(m) }}{%- for call in m.tool_calls or [] -%}
 {{ call.function.name }}({{ call.function.arguments | tojson }}){%- endfor -%}{%- endfor -%}
 {{ ns.n }}{{ undefined_name }}{{ "<&>'é" | tojson }}{{ messages[-1].content.split(' ')[0] | upper }}"""
@@ -164,14 +165,16 @@ def test_variables_cannot_replace_what_the_server_sets(name):
         template.render(CHATS[0], add_generation_prompt=True, special_tokens={"bos_token": "<s>"}, variables={name: "x"})
 
 
-def test_variables_named_like_arguments_are_refused_not_crashed():
+@pytest.mark.parametrize("name", ["messages", "self"])
+def test_variables_named_like_python_arguments_are_refused_not_crashed(name):
     tokenizer = fakes.ours(fakes.byte_level(), chat_template=ChatTemplate({"default": CHATML}, "here"))
-    for name in ("messages", "self"):
-        if name == "messages":
-            with pytest.raises(RequestError, match="chat_template_kwargs"):
-                tokenizer.apply_chat_template(CHATS[0], **{name: 1})
-        else:
-            assert tokenizer.apply_chat_template(CHATS[0], **{name: 1}) == tokenizer.apply_chat_template(CHATS[0])
+    with pytest.raises(RequestError, match=f"chat_template_kwargs: '{name}'"):
+        tokenizer.apply_chat_template(CHATS[0], **{name: 1})
+
+
+def test_the_generation_prompt_can_be_left_out_by_a_variable():
+    tokenizer = fakes.ours(fakes.byte_level(), chat_template=ChatTemplate({"default": CHATML}, "here"))
+    assert tokenizer.render_chat(CHATS[0], **{"add_generation_prompt": False}).endswith("<|im_end|>\n")
 
 
 def test_a_surrogate_in_a_chat_is_refused():

@@ -1,5 +1,6 @@
 """Text while it arrives: never half a character, nothing twice, nothing lost, no part of a stop string."""
 
+import itertools
 import subprocess
 import sys
 import time
@@ -31,7 +32,7 @@ def byte_vocabularies(draw):
     """Some text cut into tokens at random bytes, some tokens invalid, repeated and shuffled."""
     data = draw(st.sampled_from(TEXTS) | st.text(max_size=20)).encode() + draw(st.binary(max_size=4))
     cuts = sorted(draw(st.sets(st.integers(1, max(1, len(data) - 1)), max_size=8)))
-    tokens = [data[start:end] for start, end in zip([0, *cuts], [*cuts, len(data)]) if start < end]
+    tokens = [data[start:end] for start, end in itertools.pairwise([0, *cuts, len(data)]) if data[start:end]]
     noise = draw(st.lists(st.binary(min_size=1, max_size=3), max_size=4))
     extra = sorted({token for token in tokens + noise if len(token) > 1})
     known = {bytes([byte]): byte for byte in range(256)} | {token: 256 + place for place, token in enumerate(extra)}

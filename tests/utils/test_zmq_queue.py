@@ -211,7 +211,7 @@ def test_after_stop_the_file_is_gone_and_use_is_an_error(addr, directory):
     pull.stop()
     pull.stop()
     assert not (directory / "queue").exists()
-    for use in (pull.get, pull.get_raw, pull.empty, pull.fileno):
+    for use in (pull.get, pull.get_raw, pull.empty):
         with pytest.raises(ClosedError, match=r"after stop\(\)"):
             use()
     push = ZmqPushQueue[str](addr, create=False, encoder=encode)

@@ -1,0 +1,198 @@
+"""The command line: reads flags, calls the program they ask for, turns errors into one line and an exit status.
+
+    0    done
+    1    it did not work: a process of ours died, a model could not be fetched, the answer broke off
+    2    the request was wrong: a flag, a model that cannot be served, a port in use
+    130  Ctrl-C (128 + the signal's number, likewise for others)
+
+Loads torch only when a command needs it. Knows no protocol and no model. Called by the console script and `python -m minisgl`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from minisgl import __version__
+from minisgl.core import SamplingParams
+from minisgl.distributed.info import DistributedInfo
+from minisgl.engine.config import DEVICES, DTYPES
+from minisgl.errors import ConfigError, InvalidInputError, MinisglError
+from minisgl.scheduler.config import CACHE_TYPES, SchedulerConfig
+
+__all__ = ["build_parser", "main"]
+
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 1919
+INTERRUPTED = 130
+MODEL_HELP = "directory of a model, a .gguf file, or a name on the Hugging Face hub; without one, the embedded SmolLM2-135M-Instruct"
+
+
+@dataclass(frozen=True)
+class _Flag:
+    """A flag that sets the field `name` of SchedulerConfig, whose default it has."""
+
+    name: str
+    spellings: tuple[str, ...]
+    help: str
+    choices: tuple[str, ...] | None = None
+
+
+ENGINE_FLAGS = (
+    _Flag("dtype", ("--dtype",), "number type of weights and computation; auto: the checkpoint's on CUDA, float32 on a CPU", DTYPES),
+    _Flag("device", ("--device",), "where to compute; auto: CUDA if there is a GPU, else the CPU", DEVICES),
+    _Flag("max_seq_len", ("--max-seq-len",), "most tokens of one request, prompt and answer together; 0: the model's context"),
+    _Flag("max_running_req", ("--max-running-requests",), "most requests that run at the same time"),
+    _Flag("page_size", ("--page-size",), "tokens in one page of the KV pool; 0: 16 on a CPU, 64 on CUDA"),
+    _Flag("num_pages", ("--num-pages",), "pages in the KV pool; 0: as many as the memory holds"),
+    _Flag(
+        "memory_ratio",
+        ("--memory-ratio",),
+        "share of the available memory, above 0 to 1, for weights and KV pool together; 0: 0.9 on CUDA, 0.3 on a CPU",
+    ),
+    _Flag("max_extend_tokens", ("--max-extend-tokens",), "most new tokens of one step; 0: 8192 on CUDA, 256 on a CPU"),
+    _Flag(
+        "max_extend_tokens_beside_decode",
+        ("--max-extend-tokens-beside-decode",),
+        "most prompt tokens of one step while other answers are being written and wait for it; 0: 2048 on CUDA, 128 on a CPU",
+    ),
+    _Flag("reserve_tokens", ("--reserve-tokens",), "tokens of answer for which room is kept when a further request is admitted"),
+    _Flag("cache_type", ("--cache-type", "--cache"), "radix: equal beginnings of prompts are computed once; naive: never", CACHE_TYPES),
+    _Flag("attention_backend", ("--attention-backend", "--attn"), "name of the attention implementation; auto: the best that runs here"),
+)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line; tests/data/cli_flags.txt lists it."""
+    parser = argparse.ArgumentParser("minisgl", description="A small serving engine for large language models.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"minisgl {__version__}", help="print the version and exit")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", help="what to do; COMMAND --help tells more")
+    _add_serve(commands)
+    _add_generate(commands)
+    return parser
+
+
+def _add_serve(commands: Any) -> None:
+    text = "Serve a model over HTTP with the OpenAI protocol, until Ctrl-C."
+    parser = commands.add_parser("serve", help="serve a model over HTTP", description=text, allow_abbrev=False)
+    parser.add_argument("model_argument", metavar="MODEL", nargs="?", help=MODEL_HELP)
+    parser.add_argument("--model", "--model-path", dest="model", help="the same as MODEL")
+    parser.add_argument(
+        "--host", default=DEFAULT_HOST, help="address to listen on; 0.0.0.0 lets other machines in, and nothing asks who they are"
+    )
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="TCP port to listen on; 0: any free one, which is printed")
+    parser.add_argument(
+        "--tp", "--tensor-parallel-size", dest="tp", type=int, default=1, help="processes that share the model; only 1 so far"
+    )
+    _add_engine_flags(parser)
+    parser.set_defaults(run=_serve)
+
+
+def _add_generate(commands: Any) -> None:
+    text = "Answer one question on the terminal, as it is being written, with the speed at the end."
+    parser = commands.add_parser("generate", help="answer one question on the terminal", description=text, allow_abbrev=False)
+    parser.add_argument("prompt", metavar="PROMPT", nargs="?", default="-", help="the question; - or nothing: read it from standard input")
+    parser.add_argument("--model", "--model-path", dest="model", help=MODEL_HELP)
+    parser.add_argument("--max-tokens", type=int, default=256, help="most tokens of the answer")
+    _add_engine_flags(parser)
+    parser.set_defaults(run=_generate)
+
+
+def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    for flag in ENGINE_FLAGS:
+        default = getattr(SchedulerConfig, flag.name)
+        kind = None if isinstance(default, str) else type(default)
+        options: dict[str, Any] = {"type": kind} if kind else {}
+        text = f"{flag.help} (default: {default})"
+        group.add_argument(*flag.spellings, dest=flag.name, default=default, choices=flag.choices, help=text, **options)
+    group.add_argument(
+        "--overlap",
+        dest="overlap",
+        action=argparse.BooleanOptionalAction,
+        default=SchedulerConfig.overlap,
+        help="plan a step while the one before it runs; without this flag, where the device computes asynchronously",
+    )
+    group.add_argument(
+        "--dummy-weight",
+        dest="use_dummy_weight",
+        action="store_true",
+        help="read no weight file and fill the weights from --seed: for measuring, the text is noise",
+    )
+    group.add_argument("--seed", type=int, default=SchedulerConfig.seed, help="seed of the dummy weights (default: 0)")
+
+
+def main(argv: Sequence[str] | None = None, *, default_command: str | None = None) -> int:
+    """Run one command line; `default_command` stands in where none is named. Returns the exit status."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if default_command is not None and (not words or words[0] not in ("serve", "generate", "-h", "--help", "--version")):
+        words.insert(0, default_command)
+    arguments = build_parser().parse_args(words)
+    run: Callable[[argparse.Namespace], int] = arguments.run
+    try:
+        return run(arguments)
+    except MinisglError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, InvalidInputError) else 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _engine_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The engine flags as fields of SchedulerConfig."""
+    names = [*(flag.name for flag in ENGINE_FLAGS), "overlap", "use_dummy_weight", "seed"]
+    return {name: getattr(arguments, name) for name in names}
+
+
+def _configure_logging(level: int) -> None:
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from minisgl.server.launcher import serve
+    from minisgl.server.options import ServerOptions
+
+    _configure_logging(logging.INFO)
+    model = arguments.model_argument if arguments.model is None else arguments.model
+    if arguments.model_argument not in (None, model):
+        raise ConfigError(f"MODEL {arguments.model_argument!r} and --model {model!r} found; name one model")
+    if arguments.tp != 1:
+        raise ConfigError(f"--tp: {arguments.tp} found; tensor parallelism is not supported yet, only --tp 1 is allowed")
+    scheduler = SchedulerConfig(
+        model_path=model, tp_info=DistributedInfo(0, 1), backend_create_detokenizer_link=False, **_engine_settings(arguments)
+    )
+    return serve(ServerOptions(scheduler, host=arguments.host, port=arguments.port), say=_say)
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    params = SamplingParams(max_tokens=arguments.max_tokens)
+    SchedulerConfig(model_path=arguments.model, **_engine_settings(arguments))  # a wrong flag is told before torch is loaded
+    prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    if not prompt.strip():
+        raise ConfigError("PROMPT: nothing found; give a question, or - and the question on standard input")
+    from minisgl.llm import LLM
+
+    _configure_logging(logging.WARNING)
+    with LLM(model_path=arguments.model, **_engine_settings(arguments)) as llm:
+        start, num_tokens, error = time.monotonic(), 0, None
+        for chunk in llm.stream([{"role": "user", "content": prompt}], params):
+            print(chunk.text, end="", flush=True)
+            num_tokens += len(chunk.token_ids)
+            if chunk.result is not None:
+                error = chunk.result.error
+        seconds = time.monotonic() - start
+    print()
+    if error is not None:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"[{num_tokens} tokens in {seconds:.1f} s, {num_tokens / seconds:.1f} tokens/s]", file=sys.stderr)
+    return 0

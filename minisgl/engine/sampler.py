@@ -1,0 +1,144 @@
+"""Logits to tokens for the slots of one engine: keeps each slot's sampling parameters and, beside the logits, what it has said.
+
+The state of a slot begins with its `SlotSetup` and follows the tokens that are sampled here: the host learns them a step later and is
+not asked. Knows no requests. Called by the engine.
+
+Letters: S sampled rows, R rows of them that are not plain greedy, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from minisgl.core import Int32Array, SamplingParams, SlotSetup
+from minisgl.kernel.sampling import apply_penalties, filter_logits, sample
+
+__all__ = ["Sampler"]
+
+COLUMNS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
+
+
+class Sampler:
+    """Sampling state of `num_slots` slots. Ids of `num_ids` and above (a padded vocabulary) are never sampled."""
+
+    def __init__(self, num_slots: int, num_ids: int, device: torch.device) -> None:
+        self._num_ids = num_ids
+        self._device = device
+        self._is_plain = np.ones(num_slots, dtype=np.bool_)
+        """[slots] greedy with nothing added: argmax will do"""
+        self._is_penalised = np.zeros(num_slots, dtype=np.bool_)
+        self._numbers = np.zeros((num_slots, len(COLUMNS)), dtype=np.float32)
+        """[slots, COLUMNS]"""
+        self._top_k = np.zeros(num_slots, dtype=np.int64)
+        self._seeds = np.zeros(num_slots, dtype=np.int64)
+        self._setups: list[SlotSetup | None] = [None] * num_slots
+        self._said: tuple[torch.Tensor, torch.Tensor] | None = None
+        """prompt mask bool and output counts int32, [slots, V] each; made when the first request wants a penalty"""
+
+    def set_up(self, setups: Sequence[SlotSetup]) -> None:
+        """Begin slots anew."""
+        for setup in setups:
+            params, slot = setup.params, setup.slot
+            self._setups[slot] = setup
+            self._is_plain[slot] = is_plain(params)
+            self._is_penalised[slot] = is_penalised(params)
+            self._numbers[slot] = [getattr(params, name) for name in COLUMNS]
+            self._top_k[slot] = min(params.top_k, self._num_ids)
+            self._seeds[slot] = np.uint64(setup.seed).astype(np.int64)
+            if self._is_penalised[slot]:
+                self._count(setup)
+
+    def _count(self, setup: SlotSetup) -> None:
+        """Note what the slot's request has said before."""
+        if self._said is None:
+            shape = (len(self._setups), self._num_ids)
+            self._said = (
+                torch.zeros(shape, dtype=torch.bool, device=self._device),
+                torch.zeros(shape, dtype=torch.int32, device=self._device),
+            )
+        mask, counts = (said[setup.slot] for said in self._said)
+        mask.zero_()
+        counts.zero_()
+        mask[self._ids(setup.prompt)] = True
+        output = self._ids(setup.output)
+        counts.index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+
+    def _ids(self, tokens: Int32Array) -> torch.Tensor:
+        """Ids that have a column; a prompt may hold ids beyond the tokenizer."""
+        return torch.from_numpy(tokens[tokens < self._num_ids].astype(np.int64)).to(self._device)
+
+    def sample(self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array) -> torch.Tensor:
+        """logits [S, V]; slots, positions int32 [S], the index that the new token takes in its sequence -> int64 [S]."""
+        logits = logits[:, : self._num_ids]
+        is_plain = self._is_plain[slots]
+        tokens = logits.argmax(-1)
+        if is_plain.all():
+            return tokens
+        rows = np.flatnonzero(~is_plain)
+        chosen = self._sample_rows(logits[self._to_device(rows)].float(), slots[rows], positions[rows].astype(np.int64))
+        tokens[self._to_device(rows)] = chosen
+        return tokens
+
+    def _sample_rows(self, logits: torch.Tensor, slots: Int32Array, positions: npt.NDArray[np.int64]) -> torch.Tensor:
+        """fp32 [R, V] -> int64 [R]"""
+        logits = self._adjust(logits, slots, positions)
+        temperature = self._column("temperature", slots)
+        tokens = logits.argmax(-1)
+        drawn = np.flatnonzero([not self._setup(slot).params.is_greedy for slot in slots])
+        if len(drawn):
+            index, who = self._to_device(drawn), slots[drawn]
+            scaled = logits[index] / temperature[index].unsqueeze(1)
+            kept = filter_logits(scaled, self._to_device(self._top_k[who]), self._column("top_p", who), self._column("min_p", who))
+            tokens[index] = sample(kept, self._to_device(self._seeds[who]), self._to_device(positions[drawn]))
+        self._remember(slots, tokens)
+        return tokens
+
+    def _adjust(self, logits: torch.Tensor, slots: Int32Array, positions: npt.NDArray[np.int64]) -> torch.Tensor:
+        """Bias, banned end ids, penalties, in this order."""
+        for row, slot in enumerate(slots.tolist()):
+            setup = self._setup(slot)
+            if setup.params.logit_bias:
+                ids = torch.tensor(list(setup.params.logit_bias), dtype=torch.int64, device=self._device)
+                bias = torch.tensor(list(setup.params.logit_bias.values()), dtype=torch.float32, device=self._device)
+                is_known = ids < self._num_ids
+                logits[row].index_add_(0, ids[is_known], bias[is_known])
+            if positions[row] < len(setup.prompt) + setup.params.min_tokens:
+                banned = [token_id for token_id in sorted(setup.end_ids) if token_id < self._num_ids]
+                logits[row, banned] = float("-inf")
+        rows = np.flatnonzero(self._is_penalised[slots])
+        if self._said is not None and len(rows):
+            index, who = self._to_device(rows), slots[rows]
+            mask, counts = (said[self._to_device(who)] for said in self._said)
+            penalties = (self._column(f"{name}_penalty", who) for name in ("repetition", "frequency", "presence"))
+            logits[index] = apply_penalties(logits[index], mask, counts, *penalties)
+        return logits
+
+    def _remember(self, slots: Int32Array, tokens: torch.Tensor) -> None:
+        rows = np.flatnonzero(self._is_penalised[slots])
+        if self._said is not None and len(rows):
+            self._said[1][self._to_device(slots[rows]), tokens[self._to_device(rows)]] += 1
+
+    def _setup(self, slot: int) -> SlotSetup:
+        setup = self._setups[slot]
+        assert setup is not None
+        return setup
+
+    def _column(self, name: str, slots: Int32Array) -> torch.Tensor:
+        return torch.from_numpy(self._numbers[slots, COLUMNS.index(name)]).to(self._device)
+
+    def _to_device(self, array: npt.NDArray[np.integer]) -> torch.Tensor:
+        return torch.from_numpy(array.astype(np.int64)).to(self._device)
+
+
+def is_penalised(params: SamplingParams) -> bool:
+    """True if what has been said changes the logits."""
+    return (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1.0, 0.0, 0.0)
+
+
+def is_plain(params: SamplingParams) -> bool:
+    """True if the token is the argmax of the raw logits."""
+    return params.is_greedy and not params.logit_bias and not params.min_tokens and not is_penalised(params)
