@@ -8,7 +8,7 @@ Letters: T new tokens in a step, B rows (requests) in a step, S rows that sample
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Literal
 
@@ -17,7 +17,18 @@ import numpy.typing as npt
 
 from minisgl.errors import RequestError
 
-__all__ = ["Batch", "Context", "FinishReason", "Int32Array", "Req", "RequestState", "SamplingParams", "SlotSetup"]
+__all__ = [
+    "Batch",
+    "Context",
+    "FinishReason",
+    "Int32Array",
+    "Req",
+    "RequestState",
+    "SamplingParams",
+    "SlotSetup",
+    "TokenLogprobs",
+    "split_choices",
+]
 
 Int32Array = npt.NDArray[np.int32]
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -30,7 +41,9 @@ NUMBER_RANGES = (
     ("frequency_penalty", -2.0, 2.0),
     ("presence_penalty", -2.0, 2.0),
 )
+MAX_CHOICES, MAX_LOGPROBS = 16, 20
 MAX_STOPS, MAX_STOP_LENGTH, MAX_STOP_IDS, MAX_BIASES = 16, 256, 64, 1024
+SEED_STEP = 0x9E3779B97F4A7C15
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: dividing fp32 logits by less would overflow before it changed a choice."""
 
@@ -69,8 +82,18 @@ class SamplingParams:
     """Run on after an end-of-sequence token; `stop_token_ids` still end it."""
     skip_special_tokens: bool = True
     """Leave control tokens out of the text."""
+    n: int = 1
+    """Independent outputs; each is a request of its own to the scheduler, with a seed of its own. 1 to 16."""
+    logprobs: int | None = None
+    """Log probabilities of each sampled token and of so many likeliest ones, of the raw logits; 0 to 20, None is off."""
+    prompt_logprobs: int | None = None
+    """The same of each prompt token but the first; the prompt is then computed whole, without a cached prefix."""
 
     def __post_init__(self) -> None:
+        check_integer("n", self.n, 1, MAX_CHOICES)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), 0, MAX_LOGPROBS)
         for name, low, high in NUMBER_RANGES:
             check_number(name, getattr(self, name), low, high)
         for name in ("top_p", "repetition_penalty"):
@@ -113,6 +136,14 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature < GREEDY_BELOW
+
+
+def split_choices(params: SamplingParams) -> list[SamplingParams]:
+    """Parameters of the n single requests that `params` stands for. Choice i of a seeded request uses seed + i * 0x9E3779B97F4A7C15."""
+    if params.n == 1:
+        return [params]
+    seeds = [None if params.seed is None else (params.seed + choice * SEED_STEP) % 2**64 for choice in range(params.n)]
+    return [replace(params, n=1, seed=seed) for seed in seeds]
 
 
 def check_integer(name: str, value: Any, low: int, high: int) -> None:
@@ -168,6 +199,8 @@ class Req:
     finish_reason: FinishReason | None = None
     slot: int = -1
     """Row in the scheduler's tables, -1 while it holds none."""
+    num_scored: int = 0
+    """Prompt tokens whose successors' log probabilities have been planned."""
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache supplied at the first admission."""
     cache_handle: Any = None
@@ -206,6 +239,18 @@ class Req:
     def extend_len(self) -> int:
         """Tokens that are still to be computed before the next one can be sampled."""
         return self.device_len - self.cached_len
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities (natural, of the raw logits in fp32) at one position; None stands for one that is not finite."""
+
+    token_id: int
+    """the token that stands there"""
+    logprob: float | None
+    top_ids: tuple[int, ...] = ()
+    """the likeliest tokens, likeliest first"""
+    top_logprobs: tuple[float | None, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -280,6 +325,11 @@ class Batch:
         return self.view("sample_rows")
 
     @property
+    def prompt_targets(self) -> Int32Array:
+        """[L, 3] (token index 0..T-1, token id that follows it, likeliest tokens wanted): log probabilities of prompt tokens"""
+        return self.view("prompt_targets").reshape(-1, 3)
+
+    @property
     def table_updates(self) -> Int32Array:
         """[U, 3] page-table writes (row, column, page) to apply before the step"""
         return self.view("table_updates").reshape(-1, 3)
@@ -299,19 +349,32 @@ class Batch:
         return self.num_tokens == self.num_rows == len(self.sample_rows)
 
 
-BATCH_FIELDS = ("slots", "cached_lens", "extend_lens", "input_ids", "positions", "write_slots", "sample_rows", "table_updates")
+BATCH_FIELDS = (
+    "slots",
+    "cached_lens",
+    "extend_lens",
+    "input_ids",
+    "positions",
+    "write_slots",
+    "sample_rows",
+    "table_updates",
+    "prompt_targets",
+)
+NO_INT32 = np.empty(0, dtype=np.int32)
 
 
 def make_batch(step: int, uids: tuple[int, ...], arrays: dict[str, npt.NDArray[Any]], setups: tuple[SlotSetup, ...] = ()) -> Batch:
-    """Pack the arrays named in BATCH_FIELDS into one buffer. `table_updates` may be [U, 3]; the others are one-dimensional."""
+    """Pack the arrays named in BATCH_FIELDS into one buffer. A missing one is empty; those of three columns
+    may be [n, 3]."""
     layout: dict[str, tuple[int, int]] = {}
     end = 0
     for name in BATCH_FIELDS:
-        start, end = end, end + arrays[name].size
+        start, end = end, end + arrays.get(name, NO_INT32).size
         layout[name] = (start, end)
     buffer = np.empty(end, dtype=np.int32)
     for name, (start, stop) in layout.items():
-        buffer[start:stop] = arrays[name].reshape(-1)
+        if stop > start:
+            buffer[start:stop] = arrays[name].reshape(-1)
     return Batch(step, uids, buffer, layout, setups)
 
 

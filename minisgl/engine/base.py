@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-from minisgl.core import Batch, Int32Array
+from minisgl.core import Batch, Int32Array, TokenLogprobs
 
-__all__ = ["BaseEngine", "EngineLimits", "StepHandle"]
+__all__ = ["BaseEngine", "EngineLimits", "StepHandle", "StepLogprobs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +40,24 @@ class EngineLimits:
         return self.num_pages * self.page_size
 
 
+@dataclass(frozen=True, slots=True)
+class StepLogprobs:
+    """Log probabilities of one step."""
+
+    sampled: tuple[TokenLogprobs | None, ...]
+    """[S] None for a request that does not want them"""
+    prompt: tuple[TokenLogprobs, ...]
+    """[L] in the order of `Batch.prompt_targets`"""
+
+
 class StepHandle(Protocol):
     """A launched step."""
 
     def read(self) -> Int32Array:
         """Wait for the step; int32 [S], the tokens sampled for `Batch.sample_rows` in order. Called once."""
+
+    def read_logprobs(self) -> StepLogprobs:
+        """After `read`, and only if a request of the step wants log probabilities."""
 
 
 class BaseEngine(Protocol):

@@ -12,14 +12,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from minisgl.attention import BaseAttentionBackend, make_attention_backend
 from minisgl.core import Batch, Context, Int32Array
 from minisgl.distributed import Communicator, make_communicator
-from minisgl.engine.base import EngineLimits
+from minisgl.engine.base import EngineLimits, StepLogprobs
 from minisgl.engine.config import EngineConfig
+from minisgl.engine.logprobs import Logprobs, compute_logprobs
 from minisgl.engine.memory import MemoryPlan, available_bytes, plan_memory
 from minisgl.engine.sampler import Sampler
 from minisgl.errors import ConfigError
@@ -36,14 +38,28 @@ __all__ = ["Engine", "make_engine"]
 logger = logging.getLogger(__name__)
 
 DEFAULT_PAGE_SIZE = {"cpu": 16, "cuda": 64}
-DeviceType = str
+PROMPT_LOGITS = 256
+"""Prompt tokens whose logits are computed together."""
 
 
 @dataclass(frozen=True, slots=True)
-class _CpuStep:
-    """A step that was computed when it was launched."""
+class _Step:
+    """A step that was launched; reading waits for the device."""
 
     tokens: torch.Tensor
+    """int64 [S]"""
+    sampled: Logprobs | None
+    """of the rows that want them"""
+    num_top: list[int]
+    """[S] likeliest tokens wanted; -1: the row wants no log probabilities"""
+    prompt: list[tuple[Logprobs, list[int]]]
+    """pieces of the prompt targets, with the likeliest tokens wanted of each"""
+
+    def read_logprobs(self) -> StepLogprobs:
+        wanted = [count for count in self.num_top if count >= 0]
+        sampled = iter(self.sampled.read(wanted) if self.sampled is not None else ())
+        prompt = [entry for piece, counts in self.prompt for entry in piece.read(counts)]
+        return StepLogprobs(tuple(next(sampled) if count >= 0 else None for count in self.num_top), tuple(prompt))
 
     def read(self) -> Int32Array:
         result: Int32Array = self.tokens.to(torch.int32).cpu().numpy()
@@ -68,29 +84,55 @@ class Engine:
         self._attention = attention
         self._comm = comm
         self._device = attention.pool.k.device
+        self._reduce_only = Context(None, None, None, comm)
         self._sampler = Sampler(limits.max_running_req, min(limits.num_known_ids, limits.vocab_size), self._device)
         self._last_tokens = torch.zeros(limits.max_running_req + 1, dtype=torch.int64, device=self._device)
         """[slots] the token that each slot sampled last"""
 
-    def submit(self, batch: Batch) -> _CpuStep:
+    def submit(self, batch: Batch) -> _Step:
         """Compute one step."""
         rows = batch.sample_rows
         slots, positions = batch.slots[rows], (batch.cached_lens + batch.extend_lens)[rows]
         self._sampler.set_up(batch.setups)
         with torch.inference_mode():
-            tokens = self._sampler.sample(self.forward(batch), slots, positions)
+            hidden = self.forward_hidden(batch)
+            context = self._reduce_only
+            logits = self.model.lm_head.forward(hidden[: len(rows)], context)
+            tokens = self._sampler.sample(logits, slots, positions)
             self._last_tokens[self._to_device(slots)] = tokens
-        return _CpuStep(tokens)
+            num_top = self._sampler.num_top(slots)
+            sampled = self._sampled_logprobs(logits, tokens, num_top)
+            prompt = self._prompt_logprobs(hidden[len(rows) :], batch.prompt_targets)
+        return _Step(tokens, sampled, num_top, prompt)
+
+    def _sampled_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, num_top: list[int]) -> Logprobs | None:
+        rows = [row for row, count in enumerate(num_top) if count >= 0]
+        return compute_logprobs(logits[rows], tokens[rows], max(num_top)) if rows else None
+
+    def _prompt_logprobs(self, hidden: torch.Tensor, targets: Int32Array) -> list[tuple[Logprobs, list[int]]]:
+        """Piece by piece, so that the logits of a long prompt never exist together."""
+        pieces = []
+        for start in range(0, len(targets), PROMPT_LOGITS):
+            piece = targets[start : start + PROMPT_LOGITS]
+            logits = self.model.lm_head.forward(hidden[start : start + PROMPT_LOGITS], self._reduce_only)
+            counts = piece[:, 2].tolist()
+            pieces.append((compute_logprobs(logits, self._to_device(piece[:, 1]), max(counts)), counts))
+        return pieces
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits [S, V] of the batch's sample rows; K/V of its tokens is stored. Called inside inference mode."""
+        return self.model.lm_head.forward(self.forward_hidden(batch)[: len(batch.sample_rows)], self._reduce_only)
+
+    def forward_hidden(self, batch: Batch) -> torch.Tensor:
+        """Last hidden states [S + L, hidden] of the sample rows' last tokens, then of the prompt targets' tokens."""
         self._update_page_table(batch)
         ids = self._to_device(batch.input_ids)
         owners = self._to_device(batch.slots).repeat_interleave(self._to_device(batch.extend_lens))
         ids = torch.where(ids < 0, self._last_tokens[owners], ids)
         context = Context(self._attention, self._attention.prepare(batch), self._to_device(batch.positions), self._comm)
         last_tokens = (batch.extend_lens.cumsum() - 1)[batch.sample_rows]
-        return self.model.forward(ids, self._to_device(last_tokens), context)
+        wanted = np.concatenate((last_tokens, batch.prompt_targets[:, 0]))
+        return self.model.model.forward(ids, self._to_device(wanted), context)
 
     def _update_page_table(self, batch: Batch) -> None:
         updates = batch.table_updates

@@ -31,6 +31,7 @@ class Sampler:
         self._is_plain = np.ones(num_slots, dtype=np.bool_)
         """[slots] greedy with nothing added: argmax will do"""
         self._is_penalised = np.zeros(num_slots, dtype=np.bool_)
+        self._wants_logprobs = np.zeros(num_slots, dtype=np.bool_)
         self._numbers = np.zeros((num_slots, len(COLUMNS)), dtype=np.float32)
         """[slots, COLUMNS]"""
         self._top_k = np.zeros(num_slots, dtype=np.int64)
@@ -46,11 +47,19 @@ class Sampler:
             self._setups[slot] = setup
             self._is_plain[slot] = is_plain(params)
             self._is_penalised[slot] = is_penalised(params)
+            self._wants_logprobs[slot] = params.logprobs is not None
             self._numbers[slot] = [getattr(params, name) for name in COLUMNS]
             self._top_k[slot] = min(params.top_k, self._num_ids)
             self._seeds[slot] = np.uint64(setup.seed).astype(np.int64)
             if self._is_penalised[slot]:
                 self._count(setup)
+
+    def num_top(self, slots: Int32Array) -> list[int]:
+        """[S] likeliest tokens whose log probabilities each slot wants, -1 where it wants none."""
+        if not self._wants_logprobs[slots].any():
+            return [-1] * len(slots)
+        counts = (self._setup(slot).params.logprobs for slot in slots.tolist())
+        return [-1 if count is None else count for count in counts]
 
     def _count(self, setup: SlotSetup) -> None:
         """Note what the slot's request has said before."""

@@ -10,17 +10,17 @@ import logging
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from minisgl.core import SamplingParams
+from minisgl.core import SamplingParams, split_choices
 from minisgl.errors import ClosedError, ConfigError, RequestError
 from minisgl.llm.output import Output
 from minisgl.llm.results import GenerationChunk, GenerationResult
-from minisgl.message import AbortBackendMsg, BaseBackendMsg, BaseTokenizerMsg, BatchTokenizerMsg, DetokenizeMsg, UserMsg
+from minisgl.message import AbortBackendMsg, BaseBackendMsg, BaseTokenizerMsg, BatchTokenizerMsg, DetokenizeMsg, PromptLogprobsMsg, UserMsg
 from minisgl.models.resolve import resolve_model
 from minisgl.scheduler.config import SchedulerConfig
 from minisgl.scheduler.scheduler import Scheduler
@@ -51,7 +51,7 @@ class _OfflineScheduler(Scheduler):
 
     def offline_send_result(self, reply: BaseTokenizerMsg) -> None:
         for message in reply.data if isinstance(reply, BatchTokenizerMsg) else [reply]:
-            assert isinstance(message, DetokenizeMsg)
+            assert isinstance(message, (DetokenizeMsg, PromptLogprobsMsg))
             output = self.outputs.get(message.uid)
             if output is None:
                 continue
@@ -102,7 +102,8 @@ class LLM:
         many = _as_prompts(prompts)
         params = _as_params(sampling_params, len(many))
         show = progress if progress is not None else len(many) >= MIN_PROMPTS_FOR_PROGRESS and sys.stderr.isatty()
-        outputs = [self._submit(prompt, own) for prompt, own in zip(many, params, strict=True)]
+        choices = [self._submit_choices(prompt, own) for prompt, own in zip(many, params, strict=True)]
+        outputs = [output for group in choices for output in group]
         scheduler = self._scheduler()
         try:
             with tqdm(total=len(outputs), unit="request", disable=not show) as bar:
@@ -113,7 +114,7 @@ class LLM:
                 bar.update(len(outputs) - bar.n)
         finally:
             self._drop(outputs)
-        return [output.result for output in outputs if output.result is not None]
+        return [_join_choices([output.result for output in group if output.result is not None]) for group in choices]
 
     def chat(self, messages: Chat, sampling_params: SamplingParams | None = None, **template_kwargs: Any) -> GenerationResult:
         """Answer one chat: messages with `role` and `content`. `template_kwargs` are further variables for the chat template."""
@@ -124,7 +125,10 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[GenerationChunk]:
         """Complete one prompt and yield it as it grows; the last chunk carries the result. Closing the iterator ends the request."""
-        output = self._submit(prompt, sampling_params or SamplingParams())
+        params = sampling_params or SamplingParams()
+        if params.n != 1:
+            raise RequestError(f"n: {params.n} found; a stream has one output, use generate for several", param="n")
+        output = self._submit(prompt, params)
         num_shown = num_tokens = 0
         try:
             while True:
@@ -161,6 +165,10 @@ class LLM:
             raise RequestError(f"{self._config.model_path} holds no tokenizer.json: give prompts as lists of token ids")
         return self._tokenizer
 
+    def _submit_choices(self, prompt: Prompt, params: SamplingParams) -> list[Output]:
+        """One request per choice, each with a seed of its own."""
+        return [self._submit(prompt, choice) for choice in split_choices(params)]
+
     def _submit(self, prompt: Prompt, params: SamplingParams) -> Output:
         """Queue one request; a prompt that cannot be served gives an output that has ended already."""
         scheduler = self._scheduler()
@@ -188,6 +196,11 @@ class LLM:
                 scheduler.inbox.append(AbortBackendMsg(output.uid))
         while (scheduler.inbox or not scheduler.is_idle) and not scheduler.outputs:
             scheduler.run_step()
+
+
+def _join_choices(results: list[GenerationResult]) -> GenerationResult:
+    """The first of a prompt's results; it carries all of them if there are several."""
+    return results[0] if len(results) == 1 else replace(results[0], choices=tuple(results))
 
 
 def _check_names(config: Mapping[str, Any]) -> None:

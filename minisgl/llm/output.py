@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from minisgl.core import FinishReason, SamplingParams
+from minisgl.core import FinishReason, SamplingParams, TokenLogprobs
 from minisgl.llm.results import GenerationResult
-from minisgl.message import DetokenizeMsg
+from minisgl.message import DetokenizeMsg, PromptLogprobsMsg
 from minisgl.tokenizer.detokenize import TextStream
 from minisgl.tokenizer.loader import Tokenizer
 
@@ -20,15 +20,23 @@ class Output:
         self.token_ids: list[int] = []
         self.text = ""
         self.result: GenerationResult | None = None
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        self._params = params
         self._num_prompt_tokens = num_prompt_tokens
         self._stream = None
         if tokenizer is not None:
             self._stream = TextStream(tokenizer, skip_special_tokens=params.skip_special_tokens, stop=params.stop)
 
-    def take(self, message: DetokenizeMsg) -> bool:
+    def take(self, message: DetokenizeMsg | PromptLogprobsMsg) -> bool:
         """Add a message. True if a stop string was completed by it: the scheduler is then to be told to abort."""
         if self.result is not None:
             return False
+        if isinstance(message, PromptLogprobsMsg):
+            self.prompt_logprobs += message.logprobs
+            return False
+        if message.logprobs is not None:
+            self.logprobs.append(message.logprobs)
         if message.next_token is not None:
             self.token_ids.append(message.next_token)
             if self._stream is not None and message.finish_reason != "stop":
@@ -45,4 +53,13 @@ class Output:
         """Nothing more will come."""
         if self._stream is not None and not self._stream.stopped:
             self.text += self._stream.finish()
-        self.result = GenerationResult(self.text, self.token_ids, reason, self._num_prompt_tokens, num_cached_tokens, error)
+        self.result = GenerationResult(
+            self.text,
+            self.token_ids,
+            reason,
+            self._num_prompt_tokens,
+            num_cached_tokens,
+            self.logprobs if self._params.logprobs is not None else None,
+            self.prompt_logprobs if self._params.prompt_logprobs is not None else None,
+            error=error,
+        )

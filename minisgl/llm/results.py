@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from minisgl.core import FinishReason
+from minisgl.core import FinishReason, TokenLogprobs
 
 __all__ = ["GenerationChunk", "GenerationResult"]
 
@@ -21,6 +21,12 @@ class GenerationResult:
     num_prompt_tokens: int
     num_cached_tokens: int
     """Prompt tokens whose K/V came from the prefix cache."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One per sampled token, if the request asked for them."""
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """One per prompt token but the first, if the request asked for them."""
+    choices: tuple[GenerationResult, ...] = ()
+    """With `n` above 1: all n outputs, of which this one is the first."""
     error: str | None = None
     """Why the request was refused or broken off; None if it was not."""
 

@@ -15,6 +15,7 @@ from minisgl.message.tokenizer import (
     BaseTokenizerMsg,
     BatchTokenizerMsg,
     DetokenizeMsg,
+    PromptLogprobsMsg,
     TokenizeMsg,
 )
 
@@ -30,6 +31,7 @@ __all__ = [
     "BatchTokenizerMsg",
     "DetokenizeMsg",
     "ExitMsg",
+    "PromptLogprobsMsg",
     "ReplyKind",
     "TokenizeMsg",
     "UserMsg",

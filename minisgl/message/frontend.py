@@ -41,6 +41,8 @@ class UserReply(BaseFrontendMsg):
     """with `status`: the machine-readable reason"""
     message: str = ""
     """with `status`: what was found and what is allowed"""
+    param: str | None = None
+    """`rejected`: the field at fault, None if no single one"""
 
 
 class BatchFrontendMsg(BaseFrontendMsg):

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Union
 
 import msgspec
 
-from minisgl.core import FinishReason, SamplingParams
+from minisgl.core import FinishReason, SamplingParams, TokenLogprobs
 from minisgl.message.codec import make_codec
 
 
@@ -43,8 +43,17 @@ class DetokenizeMsg(BaseTokenizerMsg):
     """Set when finished. `stop`: `next_token` is an end id and stays out of the text."""
     num_cached_tokens: int = 0
     """Prompt tokens that came from the prefix cache."""
+    logprobs: TokenLogprobs | None = None
+    """Of `next_token`, if the request wants them."""
     error: str | None = None
     """For finish_reason `error`: the cause, fit for a user's eyes."""
+
+
+class PromptLogprobsMsg(BaseTokenizerMsg):
+    """Log probabilities of the next tokens of a prompt, in order, one chunk's at a time; the first token of a prompt has none."""
+
+    uid: int
+    logprobs: list[TokenLogprobs]
 
 
 class BackendReadyMsg(BaseTokenizerMsg):
@@ -65,9 +74,9 @@ class AbortMsg(BaseTokenizerMsg):
 class BatchTokenizerMsg(BaseTokenizerMsg):
     """Several messages in one frame, handled in order: all tokens of one step travel together."""
 
-    data: list[Union[TokenizeMsg, DetokenizeMsg, BackendReadyMsg, AbortMsg]]
+    data: list[Union[TokenizeMsg, DetokenizeMsg, PromptLogprobsMsg, BackendReadyMsg, AbortMsg]]
 
 
-_encode, _decode = make_codec(Union[TokenizeMsg, DetokenizeMsg, BackendReadyMsg, AbortMsg, BatchTokenizerMsg])
+_encode, _decode = make_codec(Union[TokenizeMsg, DetokenizeMsg, PromptLogprobsMsg, BackendReadyMsg, AbortMsg, BatchTokenizerMsg])
 BaseTokenizerMsg.encoder = staticmethod(_encode)
 BaseTokenizerMsg.decoder = staticmethod(_decode)

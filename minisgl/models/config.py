@@ -21,6 +21,7 @@ from minisgl.models.registry import ARCHITECTURES, Architecture
 __all__ = ["ModelConfig", "load_model_config", "parse_model_config"]
 
 DTYPES = ("float32", "bfloat16", "float16")
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +79,15 @@ def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
     _refuse_quantised(raw)
     context_len = _size(raw, "max_position_embeddings")
     rope, context_len = _rope(raw, head_dim, context_len)
-    has_bias = bool(raw.get("attention_bias", False))
+    has_bias = architecture.reads_attention_bias and _flag(raw, "attention_bias")
     eps = _number(raw, "rms_norm_eps", 1e-6)
     attention = AttentionConfig(
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        has_qkv_bias=architecture.has_qkv_bias or (architecture.reads_attention_bias and has_bias),
-        has_output_bias=architecture.reads_attention_bias and has_bias,
+        has_qkv_bias=architecture.has_qkv_bias or has_bias,
+        has_output_bias=has_bias,
         has_qk_norm=architecture.has_qk_norm,
         rms_norm_eps=eps,
     )
@@ -98,8 +99,8 @@ def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
         context_len=context_len,
         sliding_window=_sliding_window(raw, architecture),
         dtype=_dtype(raw),
-        is_tied=bool(raw.get("tie_word_embeddings", architecture.is_tied_by_default)),
-        has_mlp_bias=architecture.reads_mlp_bias and bool(raw.get("mlp_bias", False)),
+        is_tied=_flag(raw, "tie_word_embeddings", architecture.is_tied_by_default),
+        has_mlp_bias=architecture.reads_mlp_bias and _flag(raw, "mlp_bias"),
         attention=attention,
         rope=rope,
         moe=_moe(raw) if architecture.is_moe else None,
@@ -108,8 +109,9 @@ def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
 
 def _architecture(raw: dict[str, Any]) -> tuple[str, Architecture]:
     names = raw.get("architectures") or []
+    names = names if isinstance(names, list) else [names]
     for name in names:
-        if name in ARCHITECTURES:
+        if isinstance(name, str) and name in ARCHITECTURES:
             return name, ARCHITECTURES[name]
     by_type = [name for name, entry in ARCHITECTURES.items() if entry.model_type == raw.get("model_type")]
     if not names and by_type:
@@ -126,12 +128,19 @@ def _number(raw: dict[str, Any], key: str, default: float | None = None, low: fl
     return float(value)
 
 
-def _size(raw: dict[str, Any], key: str, default: int | None = None) -> int:
+def _size(raw: dict[str, Any], key: str, default: int | None = None, low: int = 1) -> int:
     value = raw.get(key)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ModelFormatError(f"{key}: {value!r} found, a whole number of at least 1 is wanted")
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ModelFormatError(f"{key}: {value!r} found, a whole number of at least {low} is wanted")
     return value
+
+
+def _flag(raw: dict[str, Any], key: str, default: bool = False) -> bool:
+    value = raw.get(key, default)
+    if value is not None and not isinstance(value, bool):
+        raise ModelFormatError(f"{key}: {value!r} found, true or false is wanted")
+    return bool(value)
 
 
 def _head_dim(raw: dict[str, Any], hidden_size: int, num_heads: int) -> int:
@@ -149,10 +158,11 @@ def _refuse(key: str, found: Any, supported: tuple[Any, ...]) -> None:
 
 
 def _refuse_quantised(raw: dict[str, Any]) -> None:
-    quantisation = raw.get("quantization_config")
-    if quantisation:
-        method = quantisation.get("quant_method", quantisation) if isinstance(quantisation, dict) else quantisation
-        raise ModelFormatError(f"quantization_config: {method!r} is not supported; use an unquantised checkpoint or a GGUF file")
+    for key in ("quantization_config", "compression_config"):
+        found = raw.get(key)
+        if found:
+            method = found.get("quant_method", found) if isinstance(found, dict) else found
+            raise ModelFormatError(f"{key}: {method!r} is not supported; use an unquantised checkpoint or a GGUF file")
 
 
 def _dtype(raw: dict[str, Any]) -> str:
@@ -164,27 +174,28 @@ def _dtype(raw: dict[str, Any]) -> str:
 
 def _sliding_window(raw: dict[str, Any], architecture: Architecture) -> int | None:
     """The window if any layer really uses one."""
-    window = raw.get("sliding_window")
-    if window is None:
-        return None
-    kinds = raw.get("layer_types")
-    if kinds is not None:
-        is_used = "sliding_attention" in kinds
-    elif architecture.windows_are_optional:
-        is_used = bool(raw.get("use_sliding_window", False)) and raw.get("max_window_layers", 0) < raw.get("num_hidden_layers", 0)
+    layers = raw.get("layer_types")
+    if layers is not None:
+        if not isinstance(layers, list):
+            raise ModelFormatError(f"layer_types: {layers!r} found, a list is wanted")
+        for layer in layers:
+            _refuse("layer_types", layer, LAYER_TYPES)
+        is_used = "sliding_attention" in layers
     else:
-        is_used = True
-    return _size(raw, "sliding_window") if is_used else None
+        is_used = architecture.window == "always" or _flag(raw, "use_sliding_window")
+        if is_used and architecture.window == "with_flag_by_layer" and raw.get("max_window_layers") is not None:
+            is_used = _size(raw, "max_window_layers", low=0) < _size(raw, "num_hidden_layers")
+    if not is_used or raw.get("sliding_window", architecture.default_window) is None:
+        return None
+    return _size(raw, "sliding_window", architecture.default_window)
 
 
 def _rope(raw: dict[str, Any], head_dim: int, context_len: int) -> tuple[RopeConfig, int]:
     """The rotary embedding and the context length it allows."""
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(scaling, dict):
-        raise ModelFormatError(f"rope_scaling: {scaling!r} found, an object or null is wanted")
-    _refuse("partial_rotary_factor", scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)), (1.0,))
+    scaling = _rope_parameters(raw)
+    _refuse("partial_rotary_factor", scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor")), (1.0, None))
     theta = _number({"rope_theta": scaling.get("rope_theta", raw.get("rope_theta"))}, "rope_theta", 10000.0)
-    kind: Any = scaling.get("rope_type", scaling.get("type")) or "default"
+    kind: Any = _rope_kind(scaling)
     _refuse("rope_scaling.rope_type", kind, get_args(RopeKind))
     if kind == "default":
         return RopeConfig(head_dim, theta), context_len
@@ -192,19 +203,48 @@ def _rope(raw: dict[str, Any], head_dim: int, context_len: int) -> tuple[RopeCon
     if kind == "linear":
         return RopeConfig(head_dim, theta, kind, factor), int(context_len * factor)
     if kind == "dynamic":
+        if head_dim == 2:
+            raise ModelFormatError("rope_scaling: dynamic with head_dim 2 has no definition (it divides by head_dim - 2)")
         return RopeConfig(head_dim, theta, kind, factor, context_len), int(context_len * factor)
     if kind == "llama3":
-        original = _size(scaling, "original_max_position_embeddings", raw.get("original_max_position_embeddings"))
+        original = _original_context(raw, scaling, None)
         low, high = (_number(scaling, f"{side}_freq_factor") for side in ("low", "high"))
         if high <= low:
             raise ModelFormatError(f"rope_scaling: high_freq_factor {high:g} must be above low_freq_factor {low:g}")
         rope = RopeConfig(head_dim, theta, kind, factor, original, low_freq_factor=low, high_freq_factor=high)
         return rope, context_len
-    return _yarn(scaling, head_dim, theta, factor, context_len)
+    if theta <= 1:
+        raise ModelFormatError(f"rope_theta: {theta:g} found, yarn wants a number above 1")
+    return _yarn(scaling, head_dim, theta, factor, context_len, _original_context(raw, scaling, context_len))
 
 
-def _yarn(scaling: dict[str, Any], head_dim: int, theta: float, factor: float, context_len: int) -> tuple[RopeConfig, int]:
-    original = _size(scaling, "original_max_position_embeddings", context_len)
+def _original_context(raw: dict[str, Any], scaling: dict[str, Any], default: int | None) -> int:
+    """Tokens before stretching; beside the rope's parameters or, which then counts, at the top."""
+    at_top = raw.get("original_max_position_embeddings")
+    return _size(scaling if at_top is None else raw, "original_max_position_embeddings", default)
+
+
+def _rope_parameters(raw: dict[str, Any]) -> dict[str, Any]:
+    """`rope_scaling` or `rope_parameters`; both, if they do not contradict each other."""
+    merged: dict[str, Any] = {}
+    for key in ("rope_parameters", "rope_scaling"):
+        found = raw.get(key) or {}
+        if not isinstance(found, dict):
+            raise ModelFormatError(f"{key}: {found!r} found, an object or null is wanted")
+        nested = [name for name, value in found.items() if isinstance(value, dict)]
+        if nested:
+            raise ModelFormatError(f"{key}: one rope per layer type ({', '.join(nested)}) is not supported; one for all layers is")
+        if found and merged and (_rope_kind(found) != _rope_kind(merged) or any(merged.get(k, v) != v for k, v in found.items())):
+            raise ModelFormatError(f"rope_parameters {merged} and rope_scaling {found} contradict each other; keep rope_parameters only")
+        merged |= found
+    return merged
+
+
+def _rope_kind(scaling: dict[str, Any]) -> Any:
+    return scaling.get("rope_type") or scaling.get("type") or "default"
+
+
+def _yarn(scaling: dict[str, Any], head_dim: int, theta: float, factor: float, context_len: int, original: int) -> tuple[RopeConfig, int]:
     rope = RopeConfig(
         head_dim,
         theta,
@@ -214,7 +254,7 @@ def _yarn(scaling: dict[str, Any], head_dim: int, theta: float, factor: float, c
         beta_fast=_number(scaling, "beta_fast", 32.0),
         beta_slow=_number(scaling, "beta_slow", 1.0),
         attention_factor=_yarn_attention_factor(scaling, factor),
-        truncate=bool(scaling.get("truncate", True)),
+        truncate=_flag(scaling, "truncate", True),
     )
     return rope, max(context_len, int(original * factor))
 
@@ -233,14 +273,18 @@ def _yarn_attention_factor(scaling: dict[str, Any], factor: float) -> float:
 
 
 def _moe(raw: dict[str, Any]) -> MoEConfig:
-    num_experts, per_token = _size(raw, "num_experts"), _size(raw, "num_experts_per_tok")
+    num_experts = _size(raw, "num_experts", raw.get("num_local_experts"))  # the second is what transformers 5 writes
+    per_token = _size(raw, "num_experts_per_tok")
     if per_token > num_experts:
         raise ModelFormatError(f"num_experts_per_tok {per_token} is more than num_experts {num_experts}")
+    dense = raw.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(layer, int) and layer >= 0 for layer in dense):
+        raise ModelFormatError(f"mlp_only_layers: {dense!r} found, a list of layer numbers is wanted")
     return MoEConfig(
         num_experts=num_experts,
         num_experts_per_token=per_token,
         intermediate_size=_size(raw, "moe_intermediate_size"),
-        is_renormalised=bool(raw.get("norm_topk_prob", False)),
+        is_renormalised=_flag(raw, "norm_topk_prob"),
         sparse_step=_size(raw, "decoder_sparse_step", 1),
-        dense_layers=frozenset(raw.get("mlp_only_layers") or ()),
+        dense_layers=frozenset(dense),
     )

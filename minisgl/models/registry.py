@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 __all__ = ["ARCHITECTURES", "Architecture"]
 
@@ -23,16 +24,20 @@ class Architecture:
     has_qk_norm: bool = False
     """RMSNorm over each head of q and k before rotation"""
     is_moe: bool = False
-    windows_are_optional: bool = True
-    """`sliding_window` counts only with `use_sliding_window`; otherwise its presence is enough"""
+    window: Literal["always", "with_flag", "with_flag_by_layer"] = "with_flag"
+    """when `sliding_window` counts: always, with `use_sliding_window`, or with it and from layer `max_window_layers` on"""
+    default_window: int | None = None
+    """what a config without `sliding_window` means where it counts, in tokens"""
     is_tied_by_default: bool = False
     """what a config without `tie_word_embeddings` means"""
 
 
 ARCHITECTURES: dict[str, Architecture] = {
     "LlamaForCausalLM": Architecture("llama", reads_attention_bias=True, reads_mlp_bias=True),
-    "MistralForCausalLM": Architecture("mistral", windows_are_optional=False),
-    "Qwen2ForCausalLM": Architecture("qwen2", has_qkv_bias=True),
-    "Qwen3ForCausalLM": Architecture("qwen3", reads_attention_bias=True, has_qk_norm=True),
-    "Qwen3MoeForCausalLM": Architecture("qwen3_moe", reads_attention_bias=True, has_qk_norm=True, is_moe=True),
+    "MistralForCausalLM": Architecture("mistral", window="always", default_window=4096),
+    "Qwen2ForCausalLM": Architecture("qwen2", has_qkv_bias=True, window="with_flag_by_layer", default_window=4096),
+    "Qwen3ForCausalLM": Architecture(
+        "qwen3", reads_attention_bias=True, has_qk_norm=True, window="with_flag_by_layer", default_window=4096
+    ),
+    "Qwen3MoeForCausalLM": Architecture("qwen3_moe", reads_attention_bias=True, has_qk_norm=True, is_moe=True, default_window=4096),
 }

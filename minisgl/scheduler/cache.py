@@ -40,7 +40,10 @@ class CacheManager:
 
     def attach_prefix(self, req: Req) -> None:
         """Lock the longest cached prefix for a request that has just taken a slot; at least one token is left to compute."""
-        handle = self._prefix_cache.match(req.tokens[: req.host_len - 1])
+        end = req.host_len - 1
+        if req.sampling_params.prompt_logprobs is not None:
+            end = min(end, req.num_scored)  # what is cached is not computed, and has no logits
+        handle = self._prefix_cache.match(req.tokens[:end])
         self._prefix_cache.lock(handle)
         req.cache_handle = handle
         req.lengths[CACHED] = handle.num_tokens

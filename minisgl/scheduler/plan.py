@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from minisgl.core import CACHED, DEVICE, HOST, Batch, Int32Array, Req, SlotSetup, make_batch
+from minisgl.core import CACHED, DEVICE, HOST, NO_INT32, Batch, Int32Array, Req, SlotSetup, make_batch
 from minisgl.engine.base import StepHandle
 from minisgl.scheduler.table import RequestTable, concat_ranges
 
@@ -40,6 +40,8 @@ class Launched:
     cached_after: Int32Array
     """[B] tokens in pages once the step is done"""
     handle: StepHandle
+    has_logprobs: bool
+    """A request of the step wants log probabilities."""
 
 
 def build_batch(step: int, table: RequestTable, rows: Rows, model_end_ids: frozenset[int]) -> Batch:
@@ -59,8 +61,25 @@ def build_batch(step: int, table: RequestTable, rows: Rows, model_end_ids: froze
         "write_slots": table.write_slots(owners, positions),
         "sample_rows": np.flatnonzero(rows.is_sampled),
         "table_updates": table.take_updates(slots),
+        "prompt_targets": _prompt_targets(table, rows, cached),
     }
     return make_batch(step, tuple(table.uids[slots].tolist()), arrays, _set_up(table, rows, model_end_ids))
+
+
+def _prompt_targets(table: RequestTable, rows: Rows, cached: Int32Array) -> Int32Array:
+    """[L, 3] for the rows that want log probabilities of their prompts: each of the step's tokens that has a successor in the prompt."""
+    found = []
+    starts = np.cumsum(rows.extend) - rows.extend
+    for row in np.flatnonzero(table.is_scored[rows.slots]).tolist():
+        req = table.reqs[rows.slots[row]]
+        assert req is not None
+        first, end = max(req.num_scored, int(cached[row])), min(int(cached[row] + rows.extend[row]), req.num_prompt_tokens - 1)
+        if first < end:
+            positions = np.arange(first, end, dtype=np.int32)
+            num_top = np.full(len(positions), req.sampling_params.prompt_logprobs, dtype=np.int32)
+            found.append(np.stack((starts[row] + positions - cached[row], req.tokens[first + 1 : end + 1], num_top), axis=1))
+            req.num_scored = end
+    return np.concatenate(found).astype(np.int32) if found else NO_INT32
 
 
 def _set_up(table: RequestTable, rows: Rows, model_end_ids: frozenset[int]) -> tuple[SlotSetup, ...]:

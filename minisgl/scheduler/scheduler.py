@@ -11,8 +11,8 @@ import logging
 import numpy as np
 import numpy.typing as npt
 
-from minisgl.core import CACHED, DEVICE, HOST, MAX_DEVICE, FinishReason, Int32Array, Req, RequestState
-from minisgl.engine.base import BaseEngine
+from minisgl.core import CACHED, DEVICE, HOST, MAX_DEVICE, FinishReason, Int32Array, Req, RequestState, TokenLogprobs
+from minisgl.engine.base import BaseEngine, StepLogprobs
 from minisgl.env import is_overlap_disabled
 from minisgl.errors import IntegrityError, RequestError
 from minisgl.kvcache import PageAllocator, make_prefix_cache
@@ -22,6 +22,7 @@ from minisgl.message import (
     BatchTokenizerMsg,
     DetokenizeMsg,
     ExitMsg,
+    PromptLogprobsMsg,
     UserMsg,
 )
 from minisgl.scheduler import states
@@ -183,7 +184,8 @@ class Scheduler(SchedulerIOMixin):
         step, self._num_steps = self._num_steps, self._num_steps + 1
         batch = build_batch(step, self._table, rows, self.engine.limits.end_ids)
         cached_after = note_launch(self._table, rows, step)
-        return Launched(batch, rows, cached_after, self.engine.submit(batch))
+        has_logprobs = len(batch.prompt_targets) > 0 or bool(self._table.wants_logprobs[rows.slots[rows.is_sampled]].any())
+        return Launched(batch, rows, cached_after, self.engine.submit(batch), has_logprobs)
 
     def _next_rows(self) -> Rows | None:
         """Prefill and decode steps alternate while both have work. Where pages are short, the youngest request is retracted."""
@@ -255,12 +257,26 @@ class Scheduler(SchedulerIOMixin):
         self._last_read = launched.batch.step
         if not launched.batch.is_decode:
             self._share_prefixes(launched)
-        replies = self._append_tokens(launched.rows.slots[launched.rows.is_sampled], tokens)
+        logprobs = launched.handle.read_logprobs() if launched.has_logprobs else StepLogprobs((), ())
+        scores = self._prompt_scores(launched, logprobs.prompt) if logprobs.prompt else []
+        replies = self._append_tokens(launched.rows.slots[launched.rows.is_sampled], tokens, logprobs.sampled)
         if self._ended:
             self._release_ended()
         self._cache.collect(self._last_read)
-        if replies:
-            self.send_result(BatchTokenizerMsg(data=list(replies)))
+        if scores or replies:
+            self.send_result(BatchTokenizerMsg(data=[*scores, *replies]))
+
+    def _prompt_scores(self, launched: Launched, logprobs: tuple[TokenLogprobs, ...]) -> list[PromptLogprobsMsg]:
+        """One message per live row with the log probabilities of its chunk's prompt tokens."""
+        ends = np.cumsum(launched.rows.extend)
+        owners = np.searchsorted(ends, launched.batch.prompt_targets[:, 0], side="right")
+        messages = []
+        for row in np.unique(owners).tolist():
+            slot = launched.rows.slots[row]
+            if self._table.is_live[slot]:
+                chosen = np.flatnonzero(owners == row).tolist()
+                messages.append(PromptLogprobsMsg(int(self._table.uids[slot]), [logprobs[index] for index in chosen]))
+        return messages
 
     def _share_prefixes(self, launched: Launched) -> None:
         """Chunks are computed: from now on other requests may use them."""
@@ -269,12 +285,13 @@ class Scheduler(SchedulerIOMixin):
             if req is not None and self._table.is_live[slot]:
                 self._cache.share_prefix(req, min(num_tokens, req.host_len), int(self._table.last_step[slot]))
 
-    def _append_tokens(self, slots: Int32Array, tokens: Int32Array) -> list[DetokenizeMsg]:
+    def _append_tokens(self, slots: Int32Array, tokens: Int32Array, logprobs: tuple[TokenLogprobs | None, ...]) -> list[DetokenizeMsg]:
         """Give every live row its token; rows that ended while the step was in flight are discarded."""
         table = self._table
         is_live = table.is_live[slots]
         if not is_live.all():
             slots, tokens = slots[is_live], tokens[is_live]
+            logprobs = tuple(entry for entry, keep in zip(logprobs, is_live, strict=False) if keep)
         lengths = table.lengths[slots, HOST]
         table.tokens[slots, lengths] = tokens
         table.lengths[slots, HOST] = lengths + 1
@@ -290,6 +307,8 @@ class Scheduler(SchedulerIOMixin):
             reason: FinishReason = "stop" if is_stopped[row] else "length"
             replies[row] = _ending(req.uid, reason, req, token=int(tokens[row]))
             self._end(req, reason)
+        for reply, entry in zip(replies, logprobs, strict=False):
+            reply.logprobs = entry
         return replies
 
     # ---- endings --------------------------------------------------------------------------------------------------------------

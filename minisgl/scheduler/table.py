@@ -42,6 +42,10 @@ class RequestTable:
         self.last_step = np.full(num_slots, -1, dtype=np.int64)
         """[slots] the last launched step that touches the row"""
         self.ends_at_eos = np.zeros(num_slots, dtype=np.bool_)
+        self.wants_logprobs = np.zeros(num_slots, dtype=np.bool_)
+        """[slots] True if the request wants log probabilities of sampled tokens"""
+        self.is_scored = np.zeros(num_slots, dtype=np.bool_)
+        """[slots] True if it wants those of its prompt"""
         self.is_set_up = np.zeros(num_slots, dtype=np.bool_)
         """[slots] True once the engine has the row's sampling parameters"""
         self.has_end_ids = np.zeros(num_slots, dtype=np.bool_)
@@ -75,6 +79,8 @@ class RequestTable:
         self._dirty[slot] = 0
         self.last_step[slot] = -1
         self.is_set_up[slot] = False
+        self.wants_logprobs[slot] = req.sampling_params.logprobs is not None
+        self.is_scored[slot] = req.sampling_params.prompt_logprobs is not None
         self.ends_at_eos[slot], self.has_end_ids[slot] = not req.sampling_params.ignore_eos, bool(req.end_ids)
         self.uids[slot], self.is_live[slot], self.reqs[slot] = req.uid, True, req
 

@@ -207,7 +207,7 @@ class TokenizerWorker:
 
 
 def _rejection(uid: int, error: RequestError) -> UserReply:
-    return UserReply(uid, "rejected", status=error.status, code=error.code, message=str(error))
+    return UserReply(uid, "rejected", status=error.status, code=error.code, message=str(error), param=error.param)
 
 
 class _Encoder:

@@ -34,7 +34,10 @@ BASES = [BaseBackendMsg, BaseTokenizerMsg, BaseFrontendMsg]
 PARAMS = SamplingParams(max_tokens=7, stop=("END", "ä世"), stop_token_ids=(3, 4), ignore_eos=True, skip_special_tokens=False)
 MAX_UID = 2**63 - 1
 
-CHAT = [{"role": "system", "content": None}, {"role": "user", "content": [{"type": "text", "text": "a\nb"}], "weight": 1.5, "flags": [True]}]
+CHAT = [
+    {"role": "system", "content": None},
+    {"role": "user", "content": [{"type": "text", "text": "a\nb"}], "weight": 1.5, "flags": [True]},
+]
 
 PLAIN = [
     AbortBackendMsg(uid=0),
@@ -112,8 +115,8 @@ def test_user_messages_travel_in_a_batch():
 
 @pytest.mark.parametrize(
     "ids",
-    [np.array([1], dtype=np.int64), np.array([1.0], dtype=np.float32), np.array([[1]], dtype=np.int32), torch.tensor([1]), {1, 2}],
-    ids=["int64", "float32", "two dimensions", "torch int64", "a set"],
+    [np.array([1], dtype=np.int64), np.array([1.0], dtype=np.float32), np.array([[1]], dtype=np.int32), torch.tensor([1]), object()],
+    ids=["int64", "float32", "two dimensions", "torch int64", "an object"],
 )
 def test_other_arrays_are_refused_when_sent(ids):
     with pytest.raises(TypeError):
@@ -193,18 +196,18 @@ def test_random_bytes_are_an_error(base, num_bytes):
         base.decoder(frame)
 
 
-@pytest.mark.parametrize("sender", BASES)
-@pytest.mark.parametrize("receiver", BASES)
-def test_no_base_decodes_another_bases_messages(sender, receiver):
-    if sender is receiver:
-        return
-    for message in PLAIN:
-        if isinstance(message, sender):
+@pytest.mark.parametrize("message", PLAIN, ids=lambda message: type(message).__name__)
+def test_no_base_decodes_another_bases_messages(message):
+    sender = base_of(message)
+    for receiver in BASES:
+        if receiver is not sender:
             with pytest.raises(msgspec.MsgspecError):
                 receiver.decoder(sender.encoder(message))
 
 
-@pytest.mark.parametrize("disguise", [{"type": "AbortMsg", "uid": 9}, {"type": "ExitMsg"}, {"__type__": "UserMsg"}, {"type": "DetokenizeMsg"}])
+@pytest.mark.parametrize(
+    "disguise", [{"type": "AbortMsg", "uid": 9}, {"type": "ExitMsg"}, {"__type__": "UserMsg"}, {"type": "DetokenizeMsg"}]
+)
 def test_what_a_user_sends_stays_data(disguise):
     chat = [{"role": "user", "content": disguise, **disguise}]
     sent = TokenizeMsg(uid=1, sampling_params=SamplingParams(), messages=chat, chat_template_kwargs=disguise)

@@ -284,7 +284,9 @@ def test_a_directory_of_another_user_is_refused(directory):
         make_private_directory(directory / "theirs")
 
 
-@pytest.mark.parametrize("bad", ["tcp://127.0.0.1:5555", "tcp://*:5555", "inproc://a", "ipc://@abstract", "ipc://*", "ipc://relative", "/tmp/x"])
+@pytest.mark.parametrize(
+    "bad", ["tcp://127.0.0.1:5555", "tcp://*:5555", "inproc://a", "ipc://@abstract", "ipc://*", "ipc://relative", "/tmp/x"]
+)
 def test_only_sockets_in_the_file_system_are_allowed(bad):
     for create in (True, False):
         with pytest.raises(ConfigError, match="absolute path"):

@@ -1,0 +1,108 @@
+"""The launcher as a child process sees it: its setup, its orders, where to report, and that it is still there.
+
+Standard input brings one JSON line with the setup, then orders, one a line; its end means that the launcher is gone, and then a child
+goes too, whatever it is doing. Reports go as JSON lines through an inherited pipe. Signals are the launcher's business: it blocks
+SIGINT and SIGTERM for its children.
+
+Knows no HTTP, no model, no message. Called by the children's programs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Literal
+
+import msgspec
+
+from minisgl.errors import MinisglError
+from minisgl.server.options import ChildSetup, remove_sockets
+
+__all__ = ["Child", "Order", "Report", "run_child"]
+
+logger = logging.getLogger(__name__)
+
+STDIN = 0
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What a child tells the launcher."""
+
+    kind: Literal["ready", "failed"]
+    text: str = ""
+    """ready: what is worth saying about it; failed: the cause"""
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What the launcher tells a child."""
+
+    kind: Literal["open", "close"]
+    """open: all processes are ready; close: end what is pending with an error, then go"""
+    text: str = ""
+    """close: why, fit for a user's eyes"""
+
+
+class Child:
+    """This process, a child of the launcher."""
+
+    def __init__(self, setup: ChildSetup) -> None:
+        self.setup = setup
+        self.config = setup.config
+
+    def report(self, kind: Literal["ready", "failed"], text: str = "") -> None:
+        """Tell the launcher. If it is gone there is nobody to tell."""
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self.setup.report_fd, msgspec.json.encode(Report(kind, text)) + b"\n")
+
+    def exit_now(self) -> None:
+        """Leave at once: no cleanup of Python's, which might wait for a thread or a lock; only the sockets' files are removed."""
+        remove_sockets(self.config)
+        os._exit(1)
+
+
+def run_child(
+    main: Callable[[Child], None],
+    *,
+    on_order: Callable[[Order], None] = lambda _: None,
+    on_parent_gone: Callable[[], None] = lambda: None,
+) -> int:
+    """Run a child's program; returns its exit status. The cause of a failure is reported and, if it is a bug, logged with its traceback.
+
+    `on_order` and `on_parent_gone` are called in the thread that watches standard input; after the latter the process ends.
+    """
+    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
+    lines = _lines(STDIN)
+    child = Child(msgspec.json.decode(next(lines), type=ChildSetup))
+    threading.Thread(target=_watch, args=(child, lines, on_order, on_parent_gone), name="watch-parent", daemon=True).start()
+    try:
+        main(child)
+    except MinisglError as error:
+        child.report("failed", str(error))
+        return 1
+    except Exception as error:  # the boundary of the process: the cause goes to whoever started it
+        logger.exception("unexpected error")
+        child.report("failed", f"{type(error).__name__}: {error}")
+        return 1
+    return 0
+
+
+def _watch(child: Child, lines: Iterator[bytes], on_order: Callable[[Order], None], on_parent_gone: Callable[[], None]) -> None:
+    for line in lines:
+        on_order(msgspec.json.decode(line, type=Order))
+    try:
+        on_parent_gone()
+    finally:
+        child.exit_now()
+
+
+def _lines(descriptor: int) -> Iterator[bytes]:
+    """Lines until the end of the file. Unbuffered: a thread that sleeps in a buffered read holds a lock that Python's exit wants."""
+    rest = b""
+    while block := os.read(descriptor, 65536):
+        *lines, rest = (rest + block).split(b"\n")
+        yield from lines
