@@ -48,7 +48,7 @@ def run_rank(rank: int, suffix: str, rendezvous: str) -> None:
     uids: list[int] = []
     while len(uids) < NUM_MESSAGES:
         uids += [message.uid for message in listener.receive_msg(blocking=not uids) if isinstance(message, UserMsg)]
-    print(f"the uid sequence rank {rank} received: {uids}", flush=True)  # noqa: T201
+    print(f"the uid sequence rank {rank} received: {uids}", flush=True)
     listener.sync_all_ranks()
     listener.close()
     dist.destroy_process_group()
@@ -71,7 +71,8 @@ def main() -> int:
             for uid in range(NUM_MESSAGES):
                 prompt = np.arange(uid + 1, dtype=np.int32)
                 to_rank_0.put(UserMsg(uid=uid, input_ids=prompt, sampling_params=SamplingParams(max_tokens=4)))
-            return int(any([process.wait(DEADLINE_S) for process in ranks]))
+            codes = [process.wait(DEADLINE_S) for process in ranks]
+            return int(any(codes))
         finally:
             for process in ranks:
                 process.kill()

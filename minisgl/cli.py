@@ -16,12 +16,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from minisgl import __version__
+from minisgl.bench import doctor, offline
 from minisgl.core import SamplingParams
 from minisgl.distributed.info import DistributedInfo
-from minisgl.engine.config import DEVICES, DTYPES
+from minisgl.engine.config import DEVICES, DTYPES, EngineConfig
 from minisgl.errors import ConfigError, InvalidInputError, MinisglError
 from minisgl.scheduler.config import CACHE_TYPES, SchedulerConfig
 
@@ -30,6 +32,7 @@ __all__ = ["build_parser", "main"]
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 1919
 INTERRUPTED = 130
+COMMANDS = ("serve", "generate", "bench", "doctor")
 MODEL_HELP = "directory of a model, a .gguf file, or a name on the Hugging Face hub; without one, the embedded SmolLM2-135M-Instruct"
 
 
@@ -65,6 +68,9 @@ ENGINE_FLAGS = (
     _Flag("cache_type", ("--cache-type", "--cache"), "radix: equal beginnings of prompts are computed once; naive: never", CACHE_TYPES),
     _Flag("attention_backend", ("--attention-backend", "--attn"), "name of the attention implementation; auto: the best that runs here"),
 )
+PLAN_NAMES = ("dtype", "device", "max_seq_len", "max_running_req", "page_size", "num_pages", "memory_ratio")
+PLAN_FLAGS = tuple(flag for flag in ENGINE_FLAGS if flag.name in PLAN_NAMES)
+"""Those that a memory plan depends on."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -74,6 +80,8 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", help="what to do; COMMAND --help tells more")
     _add_serve(commands)
     _add_generate(commands)
+    _add_bench(commands)
+    _add_doctor(commands)
     return parser
 
 
@@ -103,14 +111,38 @@ def _add_generate(commands: Any) -> None:
     parser.set_defaults(run=_generate)
 
 
-def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("engine")
-    for flag in ENGINE_FLAGS:
+def _add_bench(commands: Any) -> None:
+    text = "Measure how fast models are served here."
+    parser = commands.add_parser("bench", help="measure the speed", description=text, allow_abbrev=False)
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="WHAT", help="what to measure; WHAT --help tells more")
+    text = "Output tokens per second of the offline class: 256 requests of 100 to 1,024 tokens in and out, drawn from seed 0."
+    parser = kinds.add_parser("offline", help="the offline class on a fixed workload", description=text, allow_abbrev=False)
+    parser.add_argument("--model", "--model-path", dest="model", help=MODEL_HELP)
+    offline.add_arguments(parser)
+    _add_engine_flags(parser)
+    parser.set_defaults(run=_bench_offline)
+
+
+def _add_doctor(commands: Any) -> None:
+    text = "Tell what is installed, what this machine can compute on, and how a model would fit its memory. Loads no weights."
+    parser = commands.add_parser("doctor", help="tell what can be used here", description=text, allow_abbrev=False)
+    doctor.add_arguments(parser)
+    _add_config_flags(parser.add_argument_group("engine"), PLAN_FLAGS)
+    parser.set_defaults(run=_doctor)
+
+
+def _add_config_flags(group: Any, flags: Sequence[_Flag]) -> None:
+    for flag in flags:
         default = getattr(SchedulerConfig, flag.name)
         kind = None if isinstance(default, str) else type(default)
         options: dict[str, Any] = {"type": kind} if kind else {}
         text = f"{flag.help} (default: {default})"
         group.add_argument(*flag.spellings, dest=flag.name, default=default, choices=flag.choices, help=text, **options)
+
+
+def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    _add_config_flags(group, ENGINE_FLAGS)
     group.add_argument(
         "--overlap",
         dest="overlap",
@@ -130,7 +162,7 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
 def main(argv: Sequence[str] | None = None, *, default_command: str | None = None) -> int:
     """Run one command line; `default_command` stands in where none is named. Returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if default_command is not None and (not words or words[0] not in ("serve", "generate", "-h", "--help", "--version")):
+    if default_command is not None and (not words or words[0] not in (*COMMANDS, "-h", "--help", "--version")):
         words.insert(0, default_command)
     arguments = build_parser().parse_args(words)
     run: Callable[[argparse.Namespace], int] = arguments.run
@@ -196,3 +228,19 @@ def _generate(arguments: argparse.Namespace) -> int:
         return 1
     print(f"[{num_tokens} tokens in {seconds:.1f} s, {num_tokens / seconds:.1f} tokens/s]", file=sys.stderr)
     return 0
+
+
+def _bench_offline(arguments: argparse.Namespace) -> int:
+    settings = _engine_settings(arguments)
+    SchedulerConfig(model_path=arguments.model, **settings)  # a wrong flag is told before torch is loaded
+    from minisgl.llm import LLM
+
+    _configure_logging(logging.WARNING)
+    return offline.main(arguments, partial(LLM, model_path=arguments.model, **settings))
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    settings = {name: getattr(arguments, name) for name in PLAN_NAMES}
+    config = EngineConfig(model_path=arguments.model, **settings)
+    _configure_logging(logging.WARNING)
+    return doctor.main(config if arguments.model is not None else None)

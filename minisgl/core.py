@@ -37,7 +37,7 @@ NUMBER_RANGES = (
     ("temperature", 0.0, 2.0),
     ("top_p", 0.0, 1.0),
     ("min_p", 0.0, 1.0),
-    ("repetition_penalty", 0.0, 10.0),
+    ("repetition_penalty", 0.01, 10.0),
     ("frequency_penalty", -2.0, 2.0),
     ("presence_penalty", -2.0, 2.0),
 )
@@ -63,7 +63,7 @@ class SamplingParams:
     seed: int | None = None
     """Noise is a function of seed and position; None takes one for the request. 0 to 2**64 - 1."""
     repetition_penalty: float = 1.0
-    """Tokens of prompt and output become less likely above 1, likelier below; above 0, at most 10."""
+    """Tokens of prompt and output become less likely above 1, likelier below; 0.01 to 10."""
     frequency_penalty: float = 0.0
     """Subtracted once per time a token stands in the output; -2 to 2."""
     presence_penalty: float = 0.0
@@ -96,9 +96,11 @@ class SamplingParams:
                 check_integer(name, getattr(self, name), 0, MAX_LOGPROBS)
         for name, low, high in NUMBER_RANGES:
             check_number(name, getattr(self, name), low, high)
-        for name in ("top_p", "repetition_penalty"):
-            if getattr(self, name) == 0:
-                raise RequestError(f"{name}: 0 found; a number above 0 is wanted", param=name)
+        if self.top_p == 0:
+            raise RequestError("top_p: 0 found; a number above 0 is wanted", param="top_p")
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name}: {shown(getattr(self, name))} found; True or False is wanted", param=name)
         check_integer("top_k", self.top_k, -1, 2**31 - 1)
         object.__setattr__(self, "top_k", max(self.top_k, 0))
         check_integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
@@ -112,15 +114,17 @@ class SamplingParams:
         self._check_bias()
 
     def _check_ends(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else check_list("stop", self.stop, "a string or a list of strings")
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", check_list("stop_token_ids", self.stop_token_ids, "a list of token ids"))
         if len(stop) > MAX_STOPS:
             raise RequestError(f"stop: {len(stop)} strings found; at most {MAX_STOPS} are allowed", param="stop")
         for text in stop:
             if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LENGTH:
-                found = f"{len(text)} characters" if isinstance(text, str) else repr(text)
+                found = f"{len(text)} characters" if isinstance(text, str) else shown(text)
                 raise RequestError(f"stop: {found} found; each stop is a string of 1 to {MAX_STOP_LENGTH} characters", param="stop")
+            if any("\ud800" <= character <= "\udfff" for character in text):
+                raise RequestError(f"stop: {shown(text)} found, with an unpaired surrogate; send valid Unicode", param="stop")
         if len(self.stop_token_ids) > MAX_STOP_IDS:
             raise RequestError(f"stop_token_ids: {len(self.stop_token_ids)} found; at most {MAX_STOP_IDS}", param="stop_token_ids")
         for token_id in self.stop_token_ids:
@@ -128,7 +132,10 @@ class SamplingParams:
 
     def _check_bias(self) -> None:
         if not isinstance(self.logit_bias, dict) or len(self.logit_bias) > MAX_BIASES:
-            raise RequestError(f"logit_bias: a mapping of at most {MAX_BIASES} token ids to numbers is wanted", param="logit_bias")
+            found = f"{len(self.logit_bias)} entries" if isinstance(self.logit_bias, dict) else shown(self.logit_bias)
+            wanted = f"a mapping of at most {MAX_BIASES} token ids to numbers is wanted"
+            raise RequestError(f"logit_bias: {found} found; {wanted}", param="logit_bias")
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         for token_id, bias in self.logit_bias.items():
             check_integer("logit_bias", token_id, 0, 2**31 - 1)
             check_number("logit_bias", bias, -100.0, 100.0)
@@ -149,17 +156,32 @@ def split_choices(params: SamplingParams) -> list[SamplingParams]:
 def check_integer(name: str, value: Any, low: int, high: int) -> None:
     """Raise RequestError unless `value` is an int (no bool) with low <= value <= high."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(f"{name}: {value!r} found; an integer is wanted", param=name)
+        raise RequestError(f"{name}: {shown(value)} found; an integer is wanted", param=name)
     if not low <= value <= high:
-        raise RequestError(f"{name}: {value} found; {low} to {high} is allowed", param=name)
+        raise RequestError(f"{name}: {shown(value)} found; {low} to {high} is allowed", param=name)
 
 
 def check_number(name: str, value: Any, low: float, high: float) -> None:
     """Raise RequestError unless `value` is a finite number with low <= value <= high."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise RequestError(f"{name}: {value!r} found; a finite number is wanted", param=name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or (isinstance(value, float) and not math.isfinite(value)):
+        raise RequestError(f"{name}: {shown(value)} found; a finite number is wanted", param=name)
     if not low <= value <= high:
-        raise RequestError(f"{name}: {value:g} found; {low:g} to {high:g} is allowed", param=name)
+        raise RequestError(f"{name}: {shown(value)} found; {low:g} to {high:g} is allowed", param=name)
+
+
+def check_list(name: str, value: Any, wanted: str) -> tuple[Any, ...]:
+    """`value` as a tuple. Raise RequestError unless it is a list or a tuple."""
+    if not isinstance(value, (list, tuple)):
+        raise RequestError(f"{name}: {shown(value)} found; {wanted} is wanted", param=name)
+    return tuple(value)
+
+
+def shown(value: Any) -> str:
+    """`value` for an error message, at most some 60 characters long, whatever a request holds."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 class RequestState(Enum):
@@ -203,6 +225,8 @@ class Req:
     """Prompt tokens whose successors' log probabilities have been planned."""
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache supplied at the first admission."""
+    num_retractions: int = 0
+    """How often it gave its pages back to others and started again."""
     cache_handle: Any = None
     """What keeps this request's shared prefix locked in the prefix cache."""
     end_ids: frozenset[int] = frozenset()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.architecture import Module, level_findings, library_findings, read_levels, size_findings, style_findings
+from tests.tools.architecture import Module, imports, level_findings, library_findings, read_levels, size_findings, style_findings
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "minisgl"
@@ -27,6 +27,9 @@ BUDGETS = {"": 12_000, "kernel": 3_000, "server": 2_500}
 
 IMPORT_NAMES = {"pyzmq": "zmq"}
 """Distribution -> what is imported, where the two differ."""
+
+USED_UNSEEN = {"uvloop": "uvicorn takes it for its event loop where it is installed"}
+"""Dependency that nothing of ours imports -> why it is one."""
 
 
 def declared_libraries() -> frozenset[str]:
@@ -48,6 +51,11 @@ def test_imports_go_one_way():
 def test_libraries_are_imported_in_their_place():
     declared = declared_libraries()
     assert not unexcused(finding for module in MODULES for finding in library_findings(module, declared))
+
+
+def test_every_dependency_is_used():
+    imported = {name.split(".")[0] for module in MODULES for _, name, _ in imports(module)}
+    assert declared_libraries() - sys.stdlib_module_names - imported == USED_UNSEEN.keys()
 
 
 def test_files_and_functions_stay_small():

@@ -7,8 +7,11 @@ import os
 import re
 import subprocess
 import sys
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
+import httpx
 import pytest
 
 from minisgl.cli import build_parser
@@ -48,10 +51,47 @@ def test_the_two_commands_are_the_first_things_to_type():
     assert [words[0] for words in COMMANDS[:2]] == ["scripts/demo", "scripts/test"]
 
 
-def test_the_curl_request_is_json_for_a_route_of_the_default_port():
-    curl = next(words for words in COMMANDS if words[0] == "curl")
-    body = json.loads(curl[curl.index("-d") + 1])
-    assert body["stream"] is True
-    url = next(word for word in curl if word.startswith("http://"))
+def curl() -> tuple[str, dict[str, str], str]:
+    """URL, headers and body of the README's request."""
+    words = next(words for words in COMMANDS if words[0] == "curl")
+    url = next(word for word in words if word.startswith("http://"))
+    return url, dict([words[words.index("-H") + 1].split(": ")]), words[words.index("-d") + 1]
+
+
+def test_the_request_goes_to_the_default_port():
     port = build_parser().parse_args(["serve"]).port
-    assert url == f"http://127.0.0.1:{port}/v1/chat/completions"
+    assert curl()[0] == f"http://127.0.0.1:{port}/v1/chat/completions"
+
+
+def test_the_server_answers_the_request(embedded_model):
+    serve = next(words for words in COMMANDS if words[:2] == [".venv/bin/minisgl", "serve"])
+    command = [sys.executable, "-m", "minisgl", *serve[1:], "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
+        try:
+            port = ready_port(server.stdout)
+            url, headers, body = curl()
+            answer = ask(re.sub(r":\d+/", f":{port}/", url), headers, body)
+        finally:
+            server.terminate()
+    events = [line.removeprefix("data: ") for line in answer.splitlines() if line]
+    assert events[-1] == "[DONE]"
+    assert "Paris" in "".join(choice["delta"].get("content", "") for event in events[:-1] for choice in json.loads(event)["choices"])
+
+
+def ready_port(output: Iterable[str]) -> str:
+    """The port that a starting server names when it is ready."""
+    lines: list[str] = []
+    for line in output:
+        lines.append(line)
+        if found := re.search(r"ready: http://127\.0\.0\.1:(\d+)", line):
+            return found[1]
+    raise AssertionError("the server has ended: " + "".join(lines))
+
+
+def ask(url: str, headers: dict[str, str], body: str) -> str:
+    """The answer's text, once the server takes requests."""
+    deadline = time.monotonic() + 20
+    while (response := httpx.post(url, headers=headers, content=body, timeout=60)).status_code == 503 and time.monotonic() < deadline:
+        pass
+    assert response.status_code == 200, response.text
+    return response.text

@@ -72,3 +72,6 @@ class BaseEngine(Protocol):
 
     def submit(self, batch: Batch) -> StepHandle:
         """Launch one step."""
+
+    def close(self) -> None:
+        """Give back what other ranks or the system would keep."""

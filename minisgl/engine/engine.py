@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from minisgl.attention import BaseAttentionBackend, make_attention_backend
 from minisgl.core import Batch, Context, Int32Array
 from minisgl.distributed import Communicator, make_communicator
+from minisgl.distributed.groups import Groups, join_groups
 from minisgl.engine.base import EngineLimits, StepLogprobs
 from minisgl.engine.config import EngineConfig
 from minisgl.engine.logprobs import Logprobs, compute_logprobs
@@ -26,12 +27,14 @@ from minisgl.engine.memory import MemoryPlan, available_bytes, plan_memory
 from minisgl.engine.sampler import Sampler
 from minisgl.errors import ConfigError
 from minisgl.kvcache.pool import make_kv_pool
+from minisgl.layers.attention import local_kv_heads
 from minisgl.layers.base import Spec
 from minisgl.models.config import ModelConfig, load_model_config
 from minisgl.models.decoder import CausalLM
 from minisgl.models.resolve import resolve_model
 from minisgl.models.weights import fill_dummy, load_weights
 from minisgl.tokenizer.loader import load_ids
+from minisgl.utils import make_private_directory
 
 __all__ = ["Engine", "make_engine"]
 
@@ -89,6 +92,11 @@ class Engine:
         self._last_tokens = torch.zeros(limits.max_running_req + 1, dtype=torch.int64, device=self._device)
         """[slots] the token that each slot sampled last"""
 
+    def close(self) -> None:
+        """Leave the ranks' groups. The memory goes with the object."""
+        if self.cpu_group is not None and dist.is_initialized():
+            dist.destroy_process_group()
+
     def submit(self, batch: Batch) -> _Step:
         """Compute one step."""
         rows = batch.sample_rows
@@ -144,13 +152,13 @@ class Engine:
         return torch.from_numpy(array).to(device=self._device, dtype=torch.int64)
 
 
-def make_engine(config: EngineConfig, *, log: Callable[[str], None] = logger.info) -> Engine:
-    """Build the engine that `config` describes: (1) read the model's config, (2) allocate and load, (3) plan memory, (4) pool and backend.
+def make_engine(config: EngineConfig, rendezvous: Path | None = None, *, log: Callable[[str], None] = logger.info) -> Engine:
+    """Build the engine that `config` describes: (1) read the model's config, (2) allocate and load, (3) join the other ranks,
+    (4) plan memory, (5) pool and backend.
 
-    Raises ConfigError or ModelFormatError, with what was found and what is allowed, before anything is served.
+    `rendezvous`: a fresh file that all ranks of several name. Raises ConfigError or ModelFormatError, with what was found and what is
+    allowed, and WorkerError if the ranks do not come together, before anything is served.
     """
-    if config.tp_info.size > 1:
-        raise ConfigError(f"--tp {config.tp_info.size}: this version computes on one rank only")
     model_dir = resolve_model(config.model_path)
     model_config = load_model_config(model_dir)
     device = _device(config)
@@ -159,7 +167,9 @@ def make_engine(config: EngineConfig, *, log: Callable[[str], None] = logger.inf
     dtype = _dtype(config, model_config, device)
     available = available_bytes(device)
     model = _load_model(config, model_config, model_dir, Spec(dtype, device, config.tp_info))
+    groups = _join(config, rendezvous, device)
     plan = plan_memory(config, model_config, dtype, page_size, available, _num_bytes(model), device.type)
+    plan = replace(plan, num_pages=_minimum(plan.num_pages, groups))
     log(f"memory: {plan}")
     attention = _make_attention(config, model_config, plan, page_size, max_seq_len, dtype, device)
     end_ids, num_known_ids = load_ids(model_dir)
@@ -173,7 +183,25 @@ def make_engine(config: EngineConfig, *, log: Callable[[str], None] = logger.inf
         end_ids=end_ids,
         device_type="cuda" if device.type == "cuda" else "cpu",
     )
-    return Engine(model, attention, make_communicator(config.tp_info, None), limits, None)
+    return Engine(model, attention, make_communicator(config.tp_info, groups.device), limits, groups.cpu)
+
+
+def _join(config: EngineConfig, rendezvous: Path | None, device: torch.device) -> Groups:
+    if config.tp_info.size == 1:
+        return Groups(None, None)
+    if rendezvous is None:
+        raise ConfigError(f"{config.tp_info.size} ranks need a rendezvous file, none was given")
+    make_private_directory(rendezvous.parent)
+    return join_groups(config.tp_info, rendezvous, device)
+
+
+def _minimum(count: int, groups: Groups) -> int:
+    """The smallest `count` of all ranks."""
+    if groups.cpu is None:
+        return count
+    smallest = torch.tensor([count])
+    dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=groups.cpu)
+    return int(smallest[0])
 
 
 def _load_model(config: EngineConfig, model_config: ModelConfig, model_dir: Path, spec: Spec) -> CausalLM:
@@ -189,7 +217,8 @@ def _make_attention(
     config: EngineConfig, model: ModelConfig, plan: MemoryPlan, page_size: int, max_seq_len: int, dtype: torch.dtype, device: torch.device
 ) -> BaseAttentionBackend:
     attention = model.attention
-    pool = make_kv_pool(model.num_layers, plan.num_pages, attention.num_kv_heads, page_size, attention.head_dim, dtype, device)
+    num_kv_heads = local_kv_heads(attention.num_kv_heads, config.tp_info.size)
+    pool = make_kv_pool(model.num_layers, plan.num_pages, num_kv_heads, page_size, attention.head_dim, dtype, device)
     shape = (config.max_running_req + 1, -(-max_seq_len // page_size))
     page_table = torch.full(shape, pool.dummy_page, dtype=torch.int32, device=device)
     return make_attention_backend(config.attention_backend, pool, page_table)

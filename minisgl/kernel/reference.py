@@ -52,6 +52,8 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 def vocab_embedding(ids: torch.Tensor, weight: torch.Tensor, first_id: int) -> torch.Tensor:
     """Rows of this rank's vocabulary block, which starts at `first_id`; foreign ids give zeros. ids [T] -> [T, hidden]."""
+    if len(weight) == 0:
+        return weight.new_zeros(len(ids), weight.shape[1])
     local = ids - first_id
     is_ours = (local >= 0) & (local < weight.shape[0])
     rows = F.embedding(torch.where(is_ours, local, 0), weight)

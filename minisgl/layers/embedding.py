@@ -51,6 +51,8 @@ class LMHead(BaseOP):
 
     def forward(self, hidden: torch.Tensor, context: Context) -> torch.Tensor:
         """[S, hidden] -> [S, V]"""
+        if len(hidden) == 0:
+            return hidden.new_empty((0, self._vocab_size))
         logits = linear(hidden, self.weight if self._tied is None else self._tied.weight)
         if logits.shape[1] < self._block:
             logits = torch.nn.functional.pad(logits, (0, self._block - logits.shape[1]))

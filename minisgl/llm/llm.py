@@ -11,13 +11,16 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
 from minisgl.core import SamplingParams, split_choices
+from minisgl.engine.base import BaseEngine
 from minisgl.errors import ClosedError, ConfigError, RequestError
+from minisgl.llm.interrupts import interrupts_held
 from minisgl.llm.output import Output
 from minisgl.llm.results import GenerationChunk, GenerationResult
 from minisgl.message import AbortBackendMsg, BaseBackendMsg, BaseTokenizerMsg, BatchTokenizerMsg, DetokenizeMsg, PromptLogprobsMsg, UserMsg
@@ -25,22 +28,25 @@ from minisgl.models.resolve import resolve_model
 from minisgl.scheduler.config import SchedulerConfig
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.tokenizer.loader import Tokenizer, load_tokenizer
-from minisgl.tokenizer.prompt import Chat, Prompt, prompt_ids
+from minisgl.tokenizer.prompt import Chat, Prompt, check_token_ids, prompt_ids
 
 __all__ = ["LLM"]
 
 logger = logging.getLogger(__name__)
 
 MIN_PROMPTS_FOR_PROGRESS = 8
+NOT_OFFLINE = ("model_path", "dtype", "offline_mode", "tp_info", "backend_create_detokenizer_link", "_unique_suffix")
+"""Fields of SchedulerConfig that are arguments of their own or mean nothing without other processes."""
 
 
 class _OfflineScheduler(Scheduler):
     """A scheduler whose messages come from a list and whose results go to the outputs of their uids."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, engine: BaseEngine | None = None) -> None:
         self.inbox: deque[BaseBackendMsg] = deque()
         self.outputs: dict[int, Output] = {}
-        super().__init__(config)
+        """those that have not ended"""
+        super().__init__(config, engine)
 
     def offline_receive_msg(self, blocking: bool = False) -> list[BaseBackendMsg]:
         """Everything queued. Nobody turns the loop without a request, so `blocking` finds one."""
@@ -55,6 +61,9 @@ class _OfflineScheduler(Scheduler):
             output = self.outputs.get(message.uid)
             if output is None:
                 continue
+            req = self._reqs.get(message.uid)
+            if req is not None:
+                output.num_cached_tokens = req.num_cached_tokens
             if output.take(message):
                 self.inbox.append(AbortBackendMsg(message.uid))
             if output.result is not None:
@@ -65,26 +74,36 @@ class LLM:
     """An engine in this process.
 
     `model_path` is a model directory, a GGUF file or a name on the hub; None is the embedded model. `config` takes the fields of
-    `SchedulerConfig` by name (page_size, num_pages, max_seq_len, cache_type, ...). Raises ConfigError for an unknown name or a value
-    that cannot be honoured, ModelFormatError for a model that cannot be served. Not for several threads at once.
+    `SchedulerConfig` by name (device, page_size, num_pages, max_seq_len, cache_type, use_dummy_weight, ...). Raises ConfigError for an
+    unknown name or a value that cannot be honoured, ModelFormatError for a model that cannot be served. Not for several threads at once.
     """
 
-    def __init__(self, model_path: str | None = None, dtype: Any = "auto", **config: Any) -> None:
+    def __init__(self, model_path: str | Path | None = None, dtype: Any = "auto", **config: Any) -> None:
         _check_names(config)
+        if config.pop("tp_size", 1) != 1:
+            raise ConfigError("tp_size: an LLM computes on one rank, 1 is allowed; `minisgl serve --tp N` spreads a model over several")
+        SchedulerConfig(dtype=dtype, offline_mode=True, **config)  # a wrong setting is told before anything is fetched
         model_dir = resolve_model(None if model_path is None else str(model_path))
         self._config = SchedulerConfig(model_path=str(model_dir), dtype=dtype, offline_mode=True, **config)
         self._tokenizer: Tokenizer | None = load_tokenizer(model_dir) if (model_dir / "tokenizer.json").is_file() else None
         self._open: _OfflineScheduler | None = _OfflineScheduler(self._config)
         self._num_requests = 0
+        self._is_in_step = False
 
     @property
     def config(self) -> SchedulerConfig:
+        """The settings as they were given, the model's directory resolved. What the machine decided stands in `scheduler.engine.limits`."""
         return self._config
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer; None if its directory holds none, then prompts are token ids."""
         return self._tokenizer
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """What runs the requests, to look at: limits, counts, the check of its ledger. Raises ClosedError after `close`."""
+        return self._scheduler()
 
     def generate(
         self,
@@ -97,37 +116,31 @@ class LLM:
 
         `sampling_params`: one for all, or one each. A prompt that cannot be served is an error in its own result and the others go on.
         `progress`: a bar on stderr; None shows one for long work on a terminal. Interrupted, it drops what it started and leaves the
-        object usable.
+        object usable. Raises RequestError if the arguments are no prompts or do not fit each other, ClosedError after `close`.
         """
         many = _as_prompts(prompts)
-        params = _as_params(sampling_params, len(many))
         show = progress if progress is not None else len(many) >= MIN_PROMPTS_FOR_PROGRESS and sys.stderr.isatty()
-        choices = [self._submit_choices(prompt, own) for prompt, own in zip(many, params, strict=True)]
-        outputs = [output for group in choices for output in group]
-        scheduler = self._scheduler()
-        try:
-            with tqdm(total=len(outputs), unit="request", disable=not show) as bar:
-                pending = outputs
-                while pending := [output for output in pending if output.result is None]:
-                    bar.update(len(outputs) - len(pending) - bar.n)
-                    scheduler.run_step()
-                bar.update(len(outputs) - bar.n)
-        finally:
-            self._drop(outputs)
-        return [_join_choices([output.result for output in group if output.result is not None]) for group in choices]
+        return self._complete(many, _as_params(sampling_params, len(many)), is_shown=show)
 
     def chat(self, messages: Chat, sampling_params: SamplingParams | None = None, **template_kwargs: Any) -> GenerationResult:
-        """Answer one chat: messages with `role` and `content`. `template_kwargs` are further variables for the chat template."""
-        prompt: Prompt = messages
-        if template_kwargs:
-            prompt = self._known_tokenizer().apply_chat_template(messages, **template_kwargs)
-        return self.generate([prompt], sampling_params)[0]
+        """Answer one chat: messages with `role` and `content`. `template_kwargs` are further variables for the chat template.
+
+        A chat that cannot be served (malformed, refused by the template, too long) is an error in the result.
+        """
+        return self._complete([messages], _as_params(sampling_params, 1), variables=template_kwargs)[0]
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[GenerationChunk]:
-        """Complete one prompt and yield it as it grows; the last chunk carries the result. Closing the iterator ends the request."""
-        params = sampling_params or SamplingParams()
+        """Complete one prompt and yield it as it grows; the last chunk carries the result. Closing the iterator ends the request.
+
+        Other calls may run between two chunks; the request then goes on beside them.
+        """
+        (params,) = _as_params(sampling_params, 1)
         if params.n != 1:
             raise RequestError(f"n: {params.n} found; a stream has one output, use generate for several", param="n")
+        self._scheduler()
+        return self._stream(prompt, params)
+
+    def _stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[GenerationChunk]:
         output = self._submit(prompt, params)
         num_shown = num_tokens = 0
         try:
@@ -138,9 +151,9 @@ class LLM:
                     yield GenerationChunk(text, tokens, result)
                 if result is not None:
                     return
-                self._scheduler().run_step()
+                self._run_step()
         finally:
-            self._drop([output])
+            self._drop(range(output.uid, output.uid + 1))
 
     def close(self) -> None:
         """Give the model's memory back. A second call does nothing; using the object afterwards raises ClosedError."""
@@ -160,23 +173,65 @@ class LLM:
             raise ClosedError("this LLM has been closed; make a new one")
         return self._open
 
-    def _known_tokenizer(self) -> Tokenizer:
-        if self._tokenizer is None:
-            raise RequestError(f"{self._config.model_path} holds no tokenizer.json: give prompts as lists of token ids")
-        return self._tokenizer
+    def _complete(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        *,
+        is_shown: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[GenerationResult]:
+        """Submit, run until all have ended, collect; whatever has not ended when this is left is dropped."""
+        self._scheduler()
+        first_uid = self._num_requests
+        try:
+            choices = [
+                [self._submit(prompt, choice, variables) for choice in split_choices(own)]
+                for prompt, own in zip(prompts, params, strict=True)
+            ]
+            self._finish([output for group in choices for output in group], is_shown)
+        finally:
+            self._drop(range(first_uid, self._num_requests))
+        return [_join_choices([output.result for output in group if output.result is not None]) for group in choices]
 
-    def _submit_choices(self, prompt: Prompt, params: SamplingParams) -> list[Output]:
-        """One request per choice, each with a seed of its own."""
-        return [self._submit(prompt, choice) for choice in split_choices(params)]
+    def _finish(self, outputs: list[Output], is_shown: bool) -> None:
+        """Turn the loop until all have ended."""
+        with tqdm(total=len(outputs), unit="request", disable=not is_shown) as bar:
+            pending = outputs
+            num_open = -1
+            while True:
+                if num_open != len(self._scheduler().outputs):  # something has ended
+                    num_open = len(self._scheduler().outputs)
+                    pending = [output for output in pending if output.result is None]
+                    bar.update(len(outputs) - len(pending) - bar.n)
+                if not pending:
+                    return
+                self._run_step()
 
-    def _submit(self, prompt: Prompt, params: SamplingParams) -> Output:
-        """Queue one request; a prompt that cannot be served gives an output that has ended already."""
+    def _run_step(self) -> None:
+        """One step. If it breaks off in its middle, the ledger cannot be trusted: a new one begins around the same engine."""
+        scheduler = self._scheduler()
+        with interrupts_held():
+            self._is_in_step = True
+            try:
+                scheduler.run_step()
+            except BaseException as error:
+                self._open = _OfflineScheduler(self._config, scheduler.engine)
+                for output in scheduler.outputs.values():
+                    output.end("error", error=f"the engine's step broke off: {error!r}")
+                scheduler.close()
+                raise
+            finally:
+                self._is_in_step = False
+
+    def _submit(self, prompt: Prompt, params: SamplingParams, variables: Mapping[str, Any] | None = None) -> Output:
+        """Queue one request; a prompt that cannot be served gives an output that has ended already. With `variables` it is a chat."""
         scheduler = self._scheduler()
         uid, self._num_requests = self._num_requests, self._num_requests + 1
         try:
-            if params.stop:
-                self._known_tokenizer()
-            ids = prompt_ids(prompt, self._tokenizer, scheduler.engine.limits.vocab_size)
+            if params.stop and self._tokenizer is None:
+                raise RequestError(f"stop: {self._config.model_path} holds no tokenizer.json; use stop_token_ids", param="stop")
+            ids = _token_ids(prompt, self._tokenizer, scheduler.engine.limits.vocab_size, variables)
         except RequestError as error:
             output = Output(uid, 0, params, None)
             output.end("error", error=str(error))
@@ -186,16 +241,33 @@ class LLM:
         scheduler.inbox.append(UserMsg(uid, np.array(ids, dtype=np.int32), params))
         return output
 
-    def _drop(self, outputs: list[Output]) -> None:
+    def _drop(self, uids: range) -> None:
         """Abort those that have not ended, after an interruption, and handle what is in flight once nothing else runs."""
         scheduler = self._open
         if scheduler is None:
             return
-        for output in outputs:
-            if output.result is None and scheduler.outputs.pop(output.uid, None) is not None:
-                scheduler.inbox.append(AbortBackendMsg(output.uid))
-        while (scheduler.inbox or not scheduler.is_idle) and not scheduler.outputs:
-            scheduler.run_step()
+        for uid in [uid for uid in scheduler.outputs if uid in uids]:
+            del scheduler.outputs[uid]
+            scheduler.inbox.append(AbortBackendMsg(uid))
+        # An iterator may be closed by the garbage collector, in the middle of a step.
+        while not self._is_in_step and not scheduler.outputs and (scheduler.inbox or not scheduler.is_idle):
+            self._run_step()
+
+
+def _token_ids(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int, variables: Mapping[str, Any] | None) -> list[int]:
+    """The prompt's ids, checked. With `variables` it is a chat, whatever it looks like."""
+    if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
+        found = type(prompt).__name__
+        raise RequestError(f"the prompt is of type {found}; a text, a list of token ids or a list of messages is wanted", param="prompt")
+    if variables is None:
+        return prompt_ids(prompt, tokenizer, vocab_size)
+    if isinstance(prompt, str) or not all(isinstance(message, Mapping) for message in prompt):
+        raise RequestError("messages: a list of messages with `role` and `content` is wanted", param="messages")
+    if tokenizer is None:
+        raise RequestError("messages: the model's directory holds no tokenizer.json; give token ids to generate", param="messages")
+    ids = tokenizer.apply_chat_template(prompt, **variables)  # type: ignore[arg-type]  # all are mappings
+    check_token_ids(ids, vocab_size)
+    return ids
 
 
 def _join_choices(results: list[GenerationResult]) -> GenerationResult:
@@ -204,25 +276,30 @@ def _join_choices(results: list[GenerationResult]) -> GenerationResult:
 
 
 def _check_names(config: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a name that `SchedulerConfig` does not have, with the nearest that it has."""
-    known = [field.name for field in fields(SchedulerConfig) if field.name not in ("model_path", "dtype", "offline_mode")]
+    """Raise ConfigError for a name that is no setting of an offline engine, with the nearest that is one."""
+    known = [field.name for field in fields(SchedulerConfig) if field.name not in NOT_OFFLINE] + ["tp_size"]
     for name in config:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(n for n in known if not n.startswith('_'))}"
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
             raise ConfigError(f"LLM has no setting {name!r}; {hint}")
 
 
-def _as_prompts(prompts: str | Sequence[int] | Sequence[Prompt]) -> Sequence[Prompt]:
+def _as_prompts(prompts: Any) -> Sequence[Prompt]:
     """One prompt or several -> several. A list of ints is one prompt; so is a list of messages."""
+    if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray)):
+        raise RequestError(f"prompts: {type(prompts).__name__} found; a prompt or a list of prompts is wanted", param="prompts")
     if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], (int, Mapping))):
-        return [prompts]  # type: ignore[list-item]  # the first element tells what the list is
-    return prompts  # type: ignore[return-value]  # likewise
+        return [prompts]
+    return prompts
 
 
-def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> Sequence[SamplingParams]:
+def _as_params(params: Any, count: int) -> Sequence[SamplingParams]:
+    """One for all, or one each -> one each."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * count
+    if not isinstance(params, Sequence) or not all(isinstance(own, SamplingParams) for own in params):
+        raise RequestError("sampling_params: SamplingParams, or a list of them, is wanted", param="sampling_params")
     if len(params) != count:
         raise RequestError(f"sampling_params: {len(params)} for {count} prompts; give one, or one each", param="sampling_params")
     return params

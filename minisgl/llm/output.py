@@ -12,8 +12,7 @@ __all__ = ["Output"]
 
 
 class Output:
-    """Collects the scheduler's messages about one uid. `stopped_here` tells that a stop string has ended it, which the scheduler
-    does not know yet."""
+    """Collects the scheduler's messages about one uid. `result` is there once it has ended."""
 
     def __init__(self, uid: int, num_prompt_tokens: int, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
         self.uid = uid
@@ -22,6 +21,8 @@ class Output:
         self.result: GenerationResult | None = None
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
+        self.num_cached_tokens = 0
+        """prompt tokens from the prefix cache; the owner keeps it up to date, for a stop string is no ending to the scheduler"""
         self._params = params
         self._num_prompt_tokens = num_prompt_tokens
         self._stream = None
@@ -42,14 +43,15 @@ class Output:
             if self._stream is not None and message.finish_reason != "stop":
                 self.text += self._stream.push(message.next_token)
                 if self._stream.stopped:
-                    self.end("stop", message.num_cached_tokens)
+                    self.end("stop")
                     return not message.finished
         if message.finished:
             assert message.finish_reason is not None
-            self.end(message.finish_reason, message.num_cached_tokens, message.error)
+            self.num_cached_tokens = max(self.num_cached_tokens, message.num_cached_tokens)
+            self.end(message.finish_reason, error=message.error)
         return False
 
-    def end(self, reason: FinishReason, num_cached_tokens: int = 0, error: str | None = None) -> None:
+    def end(self, reason: FinishReason, *, error: str | None = None) -> None:
         """Nothing more will come."""
         if self._stream is not None and not self._stream.stopped:
             self.text += self._stream.finish()
@@ -58,7 +60,7 @@ class Output:
             self.token_ids,
             reason,
             self._num_prompt_tokens,
-            num_cached_tokens,
+            self.num_cached_tokens,
             self.logprobs if self._params.logprobs is not None else None,
             self.prompt_logprobs if self._params.prompt_logprobs is not None else None,
             error=error,

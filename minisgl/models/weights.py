@@ -7,6 +7,7 @@ safetensors and parameter names; no requests, no scheduler. Called by the engine
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,8 +99,10 @@ def fill_dummy(model: BaseOP, seed: int) -> None:
     """Random weights of standard deviation 0.02 (norm gains 1), for speed measurements. The same seed gives the same weights."""
     parameters = model.state_dict()
     device = next(iter(parameters.values())).device
-    generator = torch.Generator(device=device).manual_seed(seed)
+    generator = torch.Generator(device=device)
     for name, tensor in parameters.items():
+        # by name, so that what is not cut is the same on all ranks, whatever the sizes of the cut ones
+        generator.manual_seed((seed + zlib.crc32(name.encode())) % 2**63)
         if name.endswith("norm.weight"):
             tensor.fill_(1.0)
         else:
@@ -127,7 +130,7 @@ def _weight_files(model_dir: Path) -> dict[str, Path]:
 def _from_index(index: Path) -> dict[str, Path]:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = {str(name): index.parent / str(file) for name, file in weight_map.items()}
+        files = {str(name): index.parent / _inside(index, file) for name, file in weight_map.items()}
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
         raise ModelFormatError(f"{index} is not an index of weights: {error}") from error
     missing = sorted({path.name for path in files.values() if not path.exists()})
@@ -138,6 +141,13 @@ def _from_index(index: Path) -> dict[str, Path]:
         if name not in present[path]:
             raise ModelFormatError(f"{index.name} says that {name} is in {path.name}, which does not hold it")
     return files
+
+
+def _inside(index: Path, file: Any) -> str:
+    """`file` as the index names it; ModelFormatError if it leads out of the model directory."""
+    if not isinstance(file, str) or Path(file).is_absolute() or ".." in Path(file).parts:
+        raise ModelFormatError(f"{index.name} names the file {file!r}; files of the model's own directory are allowed")
+    return file
 
 
 def _names(path: Path) -> Iterator[str]:

@@ -6,6 +6,8 @@ has been read. Knows no device and no messages.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
@@ -14,7 +16,26 @@ from minisgl.errors import IntegrityError
 from minisgl.kvcache import BasePrefixCache, PageAllocator
 from minisgl.scheduler.table import IntArray, RequestTable
 
-__all__ = ["CacheManager"]
+__all__ = ["CacheManager", "PageCounts"]
+
+
+@dataclass(frozen=True, slots=True)
+class PageCounts:
+    """Where the pages of the pool are. All in pages."""
+
+    total: int
+    free: int
+    evictable: int
+    """in the prefix cache, used by no request"""
+    locked: int
+    """in the prefix cache, used by requests"""
+    deferred: int
+    """duplicates that become free once the step in flight has been read"""
+
+    @property
+    def held(self) -> int:
+        """by one request each"""
+        return self.total - self.free - self.evictable - self.locked - self.deferred
 
 
 class CacheManager:
@@ -35,8 +56,10 @@ class CacheManager:
         return self._allocator.num_free + self._prefix_cache.num_evictable_pages
 
     @property
-    def num_free(self) -> int:
-        return self._allocator.num_free
+    def counts(self) -> PageCounts:
+        allocator, cache = self._allocator, self._prefix_cache
+        num_deferred = sum(len(pages) for _, pages in self._deferred)
+        return PageCounts(allocator.num_pages, allocator.num_free, cache.num_evictable_pages, cache.num_locked_pages, num_deferred)
 
     def attach_prefix(self, req: Req) -> None:
         """Lock the longest cached prefix for a request that has just taken a slot; at least one token is left to compute."""
@@ -97,6 +120,8 @@ class CacheManager:
 
     def collect(self, step: int) -> None:
         """Step `step` has been read: free the duplicates that waited for it."""
+        if not self._deferred:
+            return
         for _, pages in (entry for entry in self._deferred if entry[0] <= step):
             self._allocator.free(pages)
             self.generation += 1

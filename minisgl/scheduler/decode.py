@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from minisgl.core import DEVICE, MAX_DEVICE, Int32Array, Req
+from minisgl.core import Req
+from minisgl.scheduler.plan import Rows, decode_rows
 from minisgl.scheduler.table import RequestTable
 
 __all__ = ["DecodeManager"]
@@ -17,8 +18,8 @@ class DecodeManager:
         self._table = table
         self.running: dict[int, Req] = {}
         """by uid"""
-        self._slots: Int32Array | None = None
-        """slots in the order of the uids; None when it must be made anew"""
+        self._rows: Rows | None = None
+        """all of them; None when it must be made anew"""
 
     @property
     def has_work(self) -> bool:
@@ -26,16 +27,21 @@ class DecodeManager:
 
     def add(self, req: Req) -> None:
         self.running[req.uid] = req
-        self._slots = None
+        self._rows = None
 
     def remove(self, req: Req) -> None:
         if self.running.pop(req.uid, None) is not None:
-            self._slots = None
+            self._rows = None
 
-    def schedule(self) -> Int32Array:
-        """Slots of all that can go on, ascending by uid. Those whose last token is in flight already are left out."""
-        if self._slots is None:
-            self._slots = np.array([self.running[uid].slot for uid in sorted(self.running)], dtype=np.int32)
-        lengths = self._table.lengths[self._slots]
-        can_go_on = lengths[:, DEVICE] < lengths[:, MAX_DEVICE]
-        return self._slots if can_go_on.all() else self._slots[can_go_on]
+    def schedule(self) -> Rows | None:
+        """All that can go on, ascending by uid; None if there is nobody. Those whose last token is in flight already are left out."""
+        if not self.running:
+            return None
+        table = self._table
+        if self._rows is None:
+            self._rows = decode_rows(table, np.array([self.running[uid].slot for uid in sorted(self.running)], dtype=np.int32))
+        slots = self._rows.slots
+        can_go_on = table.device[slots] < table.most[slots]
+        if can_go_on.all():
+            return self._rows
+        return decode_rows(table, slots[can_go_on]) if can_go_on.any() else None

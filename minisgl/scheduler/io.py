@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import ExitStack
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,8 @@ from minisgl.utils import ZmqPubQueue, ZmqPullQueue, ZmqPushQueue, ZmqSubQueue, 
 
 __all__ = ["SchedulerIOMixin"]
 
-SUBSCRIBE_TIMEOUT_S = 600.0
-"""A rank subscribes once it has started; loading a large model comes before that."""
+START_TIMEOUT_S = 600.0
+"""How long ranks wait for each other; loading a large model may come before that."""
 
 
 class SchedulerIOMixin:
@@ -30,7 +31,7 @@ class SchedulerIOMixin:
     """
 
     def __init__(
-        self, config: SchedulerConfig, tp_cpu_group: dist.ProcessGroup | None, *, subscribe_timeout: float = SUBSCRIBE_TIMEOUT_S
+        self, config: SchedulerConfig, tp_cpu_group: dist.ProcessGroup | None, *, subscribe_timeout: float = START_TIMEOUT_S
     ) -> None:
         """Open this rank's sockets. On rank 0 of several, return when the others have subscribed.
 
@@ -54,9 +55,9 @@ class SchedulerIOMixin:
         """Send what a step brought to the detokenizer. Only rank 0 speaks; on the others this does nothing."""
         self._transport.send(reply)
 
-    def sync_all_ranks(self) -> None:
-        """Return when all ranks have called this. On rank 0, RuntimeError names those that did not within the group's time-out."""
-        self._transport.sync()
+    def sync_all_ranks(self, timeout: float = START_TIMEOUT_S) -> None:
+        """Return when all ranks have called this. On rank 0, RuntimeError names those that did not within `timeout` seconds."""
+        self._transport.sync(timedelta(seconds=timeout))
 
     def close(self) -> None:
         """Close the sockets; what was sent is still delivered. A second call does nothing."""
@@ -85,7 +86,7 @@ class _Transport(ABC):
     def send(self, reply: BaseTokenizerMsg) -> None: ...
 
     @abstractmethod
-    def sync(self) -> None: ...
+    def sync(self, timeout: timedelta) -> None: ...
 
 
 class _Online(_Transport):
@@ -129,7 +130,7 @@ class _SingleRank(_Online):
         elif reply.data:
             self._outbox.put(reply if len(reply.data) > 1 else reply.data[0])
 
-    def sync(self) -> None:
+    def sync(self, timeout: timedelta) -> None:  # noqa: ARG002 - nobody to wait for
         return None
 
     def _receive_frames(self, blocking: bool) -> list[bytes]:
@@ -156,8 +157,8 @@ class _FirstOfSeveral(_SingleRank):
         )
         self._others.wait_for_subscribers(config.tp_info.size - 1, subscribe_timeout)
 
-    def sync(self) -> None:
-        dist.monitored_barrier(self._group, wait_all_ranks=True)
+    def sync(self, timeout: timedelta) -> None:
+        dist.monitored_barrier(self._group, timeout, wait_all_ranks=True)
 
     def _receive_frames(self, blocking: bool) -> list[bytes]:
         first = self._wait() if blocking else []
@@ -185,8 +186,8 @@ class _Follower(_Online):
     def send(self, reply: BaseTokenizerMsg) -> None:  # noqa: ARG002 - rank 0 sends the same reply
         return None
 
-    def sync(self) -> None:
-        dist.monitored_barrier(self._group, wait_all_ranks=True)
+    def sync(self, timeout: timedelta) -> None:
+        dist.monitored_barrier(self._group, timeout, wait_all_ranks=True)
 
     def _receive_frames(self, blocking: bool) -> list[bytes]:
         first = self._wait() if blocking else []
@@ -207,7 +208,7 @@ class _Offline(_Transport):
     def send(self, reply: BaseTokenizerMsg) -> None:
         self._owner.offline_send_result(reply)
 
-    def sync(self) -> None:
+    def sync(self, timeout: timedelta) -> None:  # noqa: ARG002 - nobody to wait for
         return None
 
 

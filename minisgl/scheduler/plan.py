@@ -2,7 +2,7 @@
 
 Knows the table only. Called by the scheduler.
 
-Letters: B rows, T new tokens.
+Letters: B rows, T new tokens, L prompt tokens that are scored.
 """
 
 from __future__ import annotations
@@ -12,23 +12,49 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from minisgl.core import CACHED, DEVICE, HOST, NO_INT32, Batch, Int32Array, Req, SlotSetup, make_batch
+from minisgl.core import NO_INT32, Batch, Int32Array, Req, SlotSetup, make_batch
 from minisgl.engine.base import StepHandle
 from minisgl.scheduler.table import RequestTable, concat_ranges
 
-__all__ = ["Launched", "Rows", "build_batch", "note_launch"]
+__all__ = ["Launched", "Rows", "build_batch", "decode_rows", "note_launch", "prefill_rows"]
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
     """Who takes part in a step."""
 
+    uids: tuple[int, ...]
+    """[B] ascending"""
     slots: Int32Array
-    """[B] in the order of their uids"""
+    """[B]"""
     extend: Int32Array
     """[B] new tokens of each, >= 1"""
     is_sampled: npt.NDArray[np.bool_]
     """[B] True where the row's last known token is among them, so that its next token is sampled"""
+    is_decode: bool
+    """True if each computes the token that it sampled last"""
+    wants_logprobs: bool
+    """True if a row that samples wants log probabilities of its token"""
+
+    @property
+    def sampled_slots(self) -> Int32Array:
+        return self.slots if self.is_decode else self.slots[self.is_sampled]
+
+
+def decode_rows(table: RequestTable, slots: Int32Array) -> Rows:
+    """One token for each of `slots`, which are in the order of their uids."""
+    ones = np.ones(len(slots), dtype=np.int32)
+    uids = tuple(table.uids[slots].tolist())
+    return Rows(uids, slots, ones, ones.astype(np.bool_), True, bool(table.wants_logprobs[slots].any()))
+
+
+def prefill_rows(table: RequestTable, chunks: list[tuple[Req, int]]) -> Rows:
+    """So many tokens of each request's prompt; in the order of the uids."""
+    slots = np.array([req.slot for req, _ in chunks], dtype=np.int32)
+    extend = np.array([num_tokens for _, num_tokens in chunks], dtype=np.int32)
+    is_sampled = np.array([num_tokens == req.extend_len for req, num_tokens in chunks])
+    wants_logprobs = bool(table.wants_logprobs[slots[is_sampled]].any())
+    return Rows(tuple(req.uid for req, _ in chunks), slots, extend, is_sampled, False, wants_logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,33 +63,35 @@ class Launched:
 
     batch: Batch
     rows: Rows
-    cached_after: Int32Array
-    """[B] tokens in pages once the step is done"""
     handle: StepHandle
-    has_logprobs: bool
-    """A request of the step wants log probabilities."""
+
+    @property
+    def has_logprobs(self) -> bool:
+        """A request of the step wants log probabilities."""
+        return self.rows.wants_logprobs or len(self.batch.prompt_targets) > 0
 
 
 def build_batch(step: int, table: RequestTable, rows: Rows, model_end_ids: frozenset[int]) -> Batch:
     """The plan of `rows`; their pages have been allocated."""
-    slots, extend = rows.slots, rows.extend
-    cached = table.column(slots, CACHED)
-    is_decode = int(extend.sum()) == len(slots)
-    positions = cached if is_decode else concat_ranges(cached, extend)
-    owners = slots if is_decode else np.repeat(slots, extend)
-    is_known = positions < table.lengths[owners, HOST]
-    arrays = {
+    slots = owners = rows.slots
+    positions = cached = table.cached[slots]
+    if not rows.is_decode:
+        positions, owners = concat_ranges(cached, rows.extend), slots.repeat(rows.extend)
+    is_known = positions < table.host[owners]
+    arrays: dict[str, npt.NDArray[np.integer]] = {
         "slots": slots,
         "cached_lens": cached,
-        "extend_lens": extend,
+        "extend_lens": rows.extend,
         "input_ids": np.where(is_known, table.tokens[owners, positions], -1),
         "positions": positions,
         "write_slots": table.write_slots(owners, positions),
-        "sample_rows": np.flatnonzero(rows.is_sampled),
+        "sample_rows": rows.is_sampled.nonzero()[0],
         "table_updates": table.take_updates(slots),
-        "prompt_targets": _prompt_targets(table, rows, cached),
     }
-    return make_batch(step, tuple(table.uids[slots].tolist()), arrays, _set_up(table, rows, model_end_ids))
+    if rows.is_decode:  # whoever decodes has sampled before, so the engine has its setup, and its prompt is done
+        return make_batch(step, rows.uids, arrays)
+    arrays["prompt_targets"] = _prompt_targets(table, rows, cached)
+    return make_batch(step, rows.uids, arrays, _set_up(table, rows, model_end_ids))
 
 
 def _prompt_targets(table: RequestTable, rows: Rows, cached: Int32Array) -> Int32Array:
@@ -84,11 +112,8 @@ def _prompt_targets(table: RequestTable, rows: Rows, cached: Int32Array) -> Int3
 
 def _set_up(table: RequestTable, rows: Rows, model_end_ids: frozenset[int]) -> tuple[SlotSetup, ...]:
     """Sampling state of the slots that sample for the first time since their request took them."""
-    slots = rows.slots[rows.is_sampled & ~table.is_set_up[rows.slots]]
-    if not len(slots):
-        return ()
-    table.is_set_up[slots] = True
-    return tuple(_slot_setup(req, model_end_ids) for req in (table.reqs[slot] for slot in slots) if req is not None)
+    reqs = [table.reqs[slot] for slot in rows.sampled_slots.tolist()]
+    return tuple(_slot_setup(req, model_end_ids) for req in reqs if req is not None)
 
 
 def _slot_setup(req: Req, model_end_ids: frozenset[int]) -> SlotSetup:
@@ -99,10 +124,8 @@ def _slot_setup(req: Req, model_end_ids: frozenset[int]) -> SlotSetup:
     return SlotSetup(req.slot, params, seed % 2**64, end_ids, prompt, output)
 
 
-def note_launch(table: RequestTable, rows: Rows, step: int) -> Int32Array:
-    """Move the lengths on: the tokens will be in pages, the sampled ones known to the device. Returns the new cached lengths [B]."""
-    cached_after = table.column(rows.slots, CACHED) + rows.extend
-    table.lengths[rows.slots, CACHED] = cached_after
-    table.lengths[rows.slots, DEVICE] += rows.is_sampled
+def note_launch(table: RequestTable, rows: Rows, step: int) -> None:
+    """Move the lengths on: the tokens will be in pages, the sampled ones known to the device."""
+    table.cached[rows.slots] += rows.extend
+    table.device[rows.slots] += rows.is_sampled
     table.last_step[rows.slots] = step
-    return cached_after

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from minisgl.core import DEVICE, MAX_DEVICE, Int32Array, Req
+from minisgl.core import Int32Array, Req
 from minisgl.scheduler import states
 from minisgl.scheduler.cache import CacheManager
 from minisgl.scheduler.table import IntArray, RequestTable
@@ -29,8 +29,8 @@ class PrefillManager:
         self.waiting: deque[Req] = deque()
         self.prefilling: list[Req] = []
         """in the order of their admission"""
-        self._refused: tuple[int, int, int] | None = None
-        """(uid, cache generation, free slots) of the head that did not fit, so that it is not tried again in vain"""
+        self._refused: tuple[Req, int, int] | None = None
+        """(request, cache generation, free slots) of the head that did not fit, so that it is not tried again in vain"""
 
     @property
     def has_work(self) -> bool:
@@ -86,7 +86,7 @@ class PrefillManager:
         if not self.waiting or not table.num_free_slots:
             return None
         req = self.waiting[0]
-        attempt = (req.uid, cache.generation, table.num_free_slots)
+        attempt = (req, cache.generation, table.num_free_slots)
         if self._refused == attempt:
             return None
         promised = self._promised_pages()
@@ -103,14 +103,14 @@ class PrefillManager:
         self.waiting.popleft()
         states.admit(req)
         self.prefilling.append(req)
-        if req.host_len == req.num_prompt_tokens:
+        if req.num_retractions == 0:
             req.num_cached_tokens = req.cached_len
         return req
 
     def _reserved_lengths(self, slots: IntArray) -> Int32Array:
         """Tokens that each row may reach on its reserve."""
-        lengths = self._table.lengths
-        reserved: Int32Array = np.minimum(lengths[slots, DEVICE] + self._reserve_tokens, lengths[slots, MAX_DEVICE])
+        table = self._table
+        reserved: Int32Array = np.minimum(table.device[slots] + self._reserve_tokens, table.most[slots])
         return reserved
 
     def _promised_pages(self) -> int:

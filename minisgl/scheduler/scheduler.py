@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 
 import numpy as np
-import numpy.typing as npt
 
-from minisgl.core import CACHED, DEVICE, HOST, MAX_DEVICE, FinishReason, Int32Array, Req, RequestState, TokenLogprobs
+from minisgl.core import CACHED, FinishReason, Int32Array, Req, RequestState, TokenLogprobs
 from minisgl.engine.base import BaseEngine, StepLogprobs
 from minisgl.env import is_overlap_disabled
 from minisgl.errors import IntegrityError, RequestError
@@ -26,11 +25,11 @@ from minisgl.message import (
     UserMsg,
 )
 from minisgl.scheduler import states
-from minisgl.scheduler.cache import CacheManager
+from minisgl.scheduler.cache import CacheManager, PageCounts
 from minisgl.scheduler.config import SchedulerConfig
 from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.io import SchedulerIOMixin
-from minisgl.scheduler.plan import Launched, Rows, build_batch, note_launch
+from minisgl.scheduler.plan import Launched, Rows, build_batch, note_launch, prefill_rows
 from minisgl.scheduler.prefill import PrefillManager
 from minisgl.scheduler.table import RequestTable
 
@@ -50,7 +49,7 @@ class Scheduler(SchedulerIOMixin):
         if engine is None:
             from minisgl.engine.engine import make_engine
 
-            engine = make_engine(config)
+            engine = make_engine(config, config.rendezvous_path)
         self.engine = engine
         limits = engine.limits
         self._table = RequestTable(limits.max_running_req, limits.max_seq_len, limits.page_size)
@@ -87,6 +86,11 @@ class Scheduler(SchedulerIOMixin):
         """Nothing to run and nothing in flight."""
         return not self._reqs and self._in_flight is None
 
+    @property
+    def page_counts(self) -> PageCounts:
+        """Where the pages of the KV pool are now."""
+        return self._cache.counts
+
     def run_forever(self) -> None:
         """Serve until an ExitMsg has come and all that was launched has been handled."""
         while self.run_step():
@@ -105,6 +109,11 @@ class Scheduler(SchedulerIOMixin):
         if launched is not None:
             self._commit(launched)
         return True
+
+    def close(self) -> None:
+        """Close the sockets and leave the ranks' groups. A second call does nothing."""
+        super().close()
+        self.engine.close()
 
     def run_when_idle(self) -> None:
         """Check the whole ledger. Raises IntegrityError: serving on with a wrong ledger would hand out wrong text."""
@@ -183,23 +192,24 @@ class Scheduler(SchedulerIOMixin):
             return None
         step, self._num_steps = self._num_steps, self._num_steps + 1
         batch = build_batch(step, self._table, rows, self.engine.limits.end_ids)
-        cached_after = note_launch(self._table, rows, step)
-        has_logprobs = len(batch.prompt_targets) > 0 or bool(self._table.wants_logprobs[rows.slots[rows.is_sampled]].any())
-        return Launched(batch, rows, cached_after, self.engine.submit(batch), has_logprobs)
+        note_launch(self._table, rows, step)
+        return Launched(batch, rows, self.engine.submit(batch))
 
     def _next_rows(self) -> Rows | None:
-        """Prefill and decode steps alternate while both have work. Where pages are short, the youngest request is retracted."""
-        slots = self._decode.schedule()
-        if len(slots) and (self._was_prefill or not self._prefill.has_work):
-            return self._decode_rows(slots)
-        rows = self._prefill_rows()
-        if rows is None and len(slots):
-            return self._decode_rows(slots)
-        if rows is None and self._in_flight is None and self._prefill.has_work:
-            # Requests in prefill hold pages, and none of them can go on.
+        """The next step. Where pages are short, the step in flight is read first, for it may give some back; then the youngest yields."""
+        rows = self._rows_that_fit()
+        while rows is None and self._reqs and self._in_flight is None:
             self._retract_youngest()
-            return self._next_rows()
+            rows = self._rows_that_fit()
         return rows
+
+    def _rows_that_fit(self) -> Rows | None:
+        """Prefill and decode steps alternate while both have work. None if nothing can be done now."""
+        running = self._decode.schedule()
+        if running is not None and (self._was_prefill or not self._prefill.has_work):
+            return self._decode_rows(running)
+        rows = self._prefill_rows()
+        return self._decode_rows(running) if rows is None and running is not None else rows
 
     def _prefill_rows(self) -> Rows | None:
         budget = self._max_extend_tokens
@@ -208,33 +218,24 @@ class Scheduler(SchedulerIOMixin):
         chunks = sorted(self._prefill.schedule(budget), key=lambda chunk: chunk[0].uid)
         if not chunks:
             return None
-        is_last = [num_tokens == req.extend_len for req, num_tokens in chunks]
-        for (req, _), is_done in zip(chunks, is_last, strict=True):
-            if is_done:
+        for req, num_tokens in chunks:
+            if num_tokens == req.extend_len:
                 self._prefill.remove(req)
                 states.start_running(req)
                 self._decode.add(req)
         self._was_prefill = True
-        slots = np.array([req.slot for req, _ in chunks], dtype=np.int32)
-        return Rows(slots, np.array([n for _, n in chunks], dtype=np.int32), np.array(is_last))
+        return prefill_rows(self._table, chunks)
 
-    def _decode_rows(self, slots: Int32Array) -> Rows | None:
-        """One token for each of `slots`. None if pages are short while a step in flight may still give some back."""
-        counts = self._needed_pages(slots)
-        while counts.sum() > self._cache.num_available:
-            if self._in_flight is not None:
+    def _decode_rows(self, rows: Rows) -> Rows | None:
+        """The rows with a page for each one's next token. None if pages are short."""
+        is_short = self._table.is_short(rows.slots)
+        if is_short.any():
+            slots = rows.slots[is_short]
+            if len(slots) > self._cache.num_available:
                 return None
-            self._retract_youngest()
-            slots = self._decode.schedule()
-            counts = self._needed_pages(slots)
-        if not len(slots):
-            return None
-        self._cache.allocate(slots, counts)
+            self._cache.allocate(slots, np.ones(len(slots), dtype=np.int64))
         self._was_prefill = False
-        return Rows(slots, np.ones(len(slots), dtype=np.int32), np.ones(len(slots), dtype=np.bool_))
-
-    def _needed_pages(self, slots: Int32Array) -> npt.NDArray[np.int64]:
-        return self._table.num_pages_needed(slots, self._table.column(slots, DEVICE))
+        return rows
 
     def _retract_youngest(self) -> None:
         """Take the pages of the request with the highest uid; it waits at the head of the queue with its tokens. Nothing is in flight."""
@@ -246,8 +247,9 @@ class Scheduler(SchedulerIOMixin):
         states.retract(req)
         self._release(req)
         req.lengths[CACHED] = 0
-        self._prefill.put_back(req)
+        req.num_retractions += 1
         self.num_retractions += 1
+        self._prefill.put_back(req)
 
     # ---- results --------------------------------------------------------------------------------------------------------------
 
@@ -255,11 +257,11 @@ class Scheduler(SchedulerIOMixin):
         """Handle the results of one step: prefixes are shared, tokens appended, the ended released, everyone answered."""
         tokens = launched.handle.read()
         self._last_read = launched.batch.step
-        if not launched.batch.is_decode:
+        if not launched.rows.is_decode:
             self._share_prefixes(launched)
         logprobs = launched.handle.read_logprobs() if launched.has_logprobs else StepLogprobs((), ())
         scores = self._prompt_scores(launched, logprobs.prompt) if logprobs.prompt else []
-        replies = self._append_tokens(launched.rows.slots[launched.rows.is_sampled], tokens, logprobs.sampled)
+        replies = self._append_tokens(launched.rows.sampled_slots, tokens, logprobs.sampled) if len(tokens) else []
         if self._ended:
             self._release_ended()
         self._cache.collect(self._last_read)
@@ -280,7 +282,8 @@ class Scheduler(SchedulerIOMixin):
 
     def _share_prefixes(self, launched: Launched) -> None:
         """Chunks are computed: from now on other requests may use them."""
-        for slot, num_tokens in zip(launched.rows.slots.tolist(), launched.cached_after.tolist(), strict=True):
+        cached_lens = launched.batch.cached_lens + launched.batch.extend_lens
+        for slot, num_tokens in zip(launched.rows.slots.tolist(), cached_lens.tolist(), strict=True):
             req = self._table.reqs[slot]
             if req is not None and self._table.is_live[slot]:
                 self._cache.share_prefix(req, min(num_tokens, req.host_len), int(self._table.last_step[slot]))
@@ -292,17 +295,18 @@ class Scheduler(SchedulerIOMixin):
         if not is_live.all():
             slots, tokens = slots[is_live], tokens[is_live]
             logprobs = tuple(entry for entry, keep in zip(logprobs, is_live, strict=False) if keep)
-        lengths = table.lengths[slots, HOST]
+        lengths = table.host[slots]
         table.tokens[slots, lengths] = tokens
-        table.lengths[slots, HOST] = lengths + 1
+        lengths += 1
+        table.host[slots] = lengths
         is_stopped = self._is_end_id[tokens] & table.ends_at_eos[slots]
-        for row in np.flatnonzero(table.has_end_ids[slots]):
+        for row in table.has_end_ids[slots].nonzero()[0].tolist():
             req = table.reqs[slots[row]]
             is_stopped[row] |= req is not None and int(tokens[row]) in req.end_ids
-        is_full = lengths + 1 >= table.lengths[slots, MAX_DEVICE]
+        is_over = is_stopped | (lengths >= table.most[slots])
         uids = table.uids[slots].tolist()
         replies = [DetokenizeMsg(uid, token) for uid, token in zip(uids, tokens.tolist(), strict=True)]
-        for row in np.flatnonzero(is_stopped | is_full).tolist():
+        for row in is_over.nonzero()[0].tolist():
             req = self._reqs[uids[row]]
             reason: FinishReason = "stop" if is_stopped[row] else "length"
             replies[row] = _ending(req.uid, reason, req, token=int(tokens[row]))

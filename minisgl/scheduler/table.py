@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from minisgl.core import CACHED, DEVICE, HOST, MAX_DEVICE, NUM_LENGTHS, Int32Array, Req
+from minisgl.core import CACHED, DEVICE, HOST, MAX_DEVICE, NO_INT32, NUM_LENGTHS, Int32Array, Req
 from minisgl.errors import IntegrityError
 
 __all__ = ["RequestTable", "concat_ranges"]
@@ -30,8 +30,9 @@ class RequestTable:
     def __init__(self, num_slots: int, max_seq_len: int, page_size: int) -> None:
         self.page_size = page_size
         max_pages = -(-max_seq_len // page_size)
-        self.lengths = np.zeros((num_slots, NUM_LENGTHS), dtype=np.int32)
-        """[slots, 4] the columns CACHED, DEVICE, HOST, MAX_DEVICE of core.Req, in tokens"""
+        self._lengths = np.zeros((NUM_LENGTHS, num_slots), dtype=np.int32)
+        self.cached, self.device, self.host, self.most = (self._lengths[i] for i in (CACHED, DEVICE, HOST, MAX_DEVICE))
+        """each [slots]: the lengths of core.Req, in tokens"""
         self.tokens = np.zeros((num_slots, max_seq_len), dtype=np.int32)
         self.pages = np.zeros((num_slots, max_pages), dtype=np.int32)
         self.num_pages = np.zeros(num_slots, dtype=np.int32)
@@ -46,14 +47,12 @@ class RequestTable:
         """[slots] True if the request wants log probabilities of sampled tokens"""
         self.is_scored = np.zeros(num_slots, dtype=np.bool_)
         """[slots] True if it wants those of its prompt"""
-        self.is_set_up = np.zeros(num_slots, dtype=np.bool_)
-        """[slots] True once the engine has the row's sampling parameters"""
         self.has_end_ids = np.zeros(num_slots, dtype=np.bool_)
         """[slots] True if the request has end ids of its own"""
         self.reqs: list[Req | None] = [None] * num_slots
         self._free_slots = list(range(num_slots - 1, -1, -1))
-        self._dirty = np.zeros((num_slots, 2), dtype=np.int32)
-        """[slots, 2] first and one past the last column that the engine's page table does not have yet"""
+        self._dirty = np.zeros((2, num_slots), dtype=np.int32)
+        """[2, slots] first and one past the last column that the engine's page table does not have yet"""
 
     @property
     def num_slots(self) -> int:
@@ -72,13 +71,12 @@ class RequestTable:
         if req.slot >= 0 or not self._free_slots:
             raise IntegrityError(f"request {req.uid} has slot {req.slot}; {len(self._free_slots)} slots are free")
         slot = self._free_slots.pop()
-        self.lengths[slot] = req.lengths
+        self._lengths[:, slot] = req.lengths
         self.tokens[slot, : req.host_len] = req.tokens[: req.host_len]
-        req.lengths, req.tokens, req.slot = self.lengths[slot], self.tokens[slot], slot
+        req.lengths, req.tokens, req.slot = self._lengths[:, slot], self.tokens[slot], slot
         self.num_pages[slot] = 0
-        self._dirty[slot] = 0
+        self._dirty[:, slot] = 0
         self.last_step[slot] = -1
-        self.is_set_up[slot] = False
         self.wants_logprobs[slot] = req.sampling_params.logprobs is not None
         self.is_scored[slot] = req.sampling_params.prompt_logprobs is not None
         self.ends_at_eos[slot], self.has_end_ids[slot] = not req.sampling_params.ignore_eos, bool(req.end_ids)
@@ -106,24 +104,24 @@ class RequestTable:
         self.pages[np.repeat(slots, counts), concat_ranges(first, counts)] = pages
         end = first + counts.astype(np.int32)
         self.num_pages[slots] = end
-        clean = self._dirty[slots, 0] >= self._dirty[slots, 1]
-        self._dirty[slots, 0] = np.where(clean, first, self._dirty[slots, 0])
-        self._dirty[slots, 1] = end
+        low, high = self._dirty[:, slots]
+        self._dirty[0, slots] = np.where(low >= high, first, low)
+        self._dirty[1, slots] = end
 
     def _mark(self, slot: int, first: int, end: int) -> None:
-        low, high = self._dirty[slot]
+        low, high = self._dirty[:, slot].tolist()
         if end > first:
-            self._dirty[slot] = (first, end) if low >= high else (min(low, first), max(high, end))
+            self._dirty[:, slot] = (first, end) if low >= high else (min(low, first), max(high, end))
 
     def take_updates(self, slots: IntArray) -> Int32Array:
-        """[U, 3] page-table writes (row, column, page) that the engine still needs for `slots`; they count as done."""
-        low, high = self._dirty[slots, 0], self._dirty[slots, 1]
-        dirty = np.flatnonzero(high > low)
-        if not len(dirty):
-            return np.empty((0, 3), dtype=np.int32)
-        counts = (high - low)[dirty]
-        rows, columns = np.repeat(slots[dirty], counts), concat_ranges(low[dirty], counts)
-        self._dirty[slots[dirty]] = 0
+        """[U, 3] page-table writes (row, column, page) that the engine still needs for `slots`, or none; they count as done."""
+        low, high = self._dirty[:, slots]
+        is_dirty = high > low
+        if not is_dirty.any():
+            return NO_INT32
+        slots, low, counts = slots[is_dirty], low[is_dirty], (high - low)[is_dirty]
+        rows, columns = slots.repeat(counts), concat_ranges(low, counts)
+        self._dirty[:, slots] = 0
         return np.stack((rows, columns, self.pages[rows, columns]), axis=1).astype(np.int32)
 
     def num_pages_needed(self, slots: IntArray, lengths: IntArray) -> npt.NDArray[np.int64]:
@@ -132,15 +130,16 @@ class RequestTable:
         missing: npt.NDArray[np.int64] = np.maximum(wanted - self.num_pages[slots], 0)
         return missing
 
-    def column(self, slots: IntArray, column: int) -> Int32Array:
-        """One of the lengths of `slots`, a copy."""
-        values: Int32Array = self.lengths[slots, column]
-        return values
+    def is_short(self, slots: IntArray) -> npt.NDArray[np.bool_]:
+        """[len(slots)] True where the row has no page for the last token that the device knows."""
+        short: npt.NDArray[np.bool_] = self.device[slots] > self.num_pages[slots] * self.page_size
+        return short
 
     def write_slots(self, slots: IntArray, positions: IntArray) -> Int32Array:
         """page * page_size + offset of each (slot, position)."""
-        pages = self.pages[slots, positions // self.page_size]
-        return (pages * self.page_size + positions % self.page_size).astype(np.int32)
+        columns, offsets = np.divmod(positions, self.page_size)
+        places: Int32Array = self.pages[slots, columns] * self.page_size + offsets
+        return places
 
     def check_lengths(self) -> None:
         """Raise IntegrityError unless every live row satisfies the invariant of core.Req."""

@@ -5,7 +5,6 @@ Knows no route. Called by the app for whatever a handler raises, and by streams 
 
 from __future__ import annotations
 
-import logging
 from http import HTTPStatus
 
 import msgspec
@@ -17,8 +16,6 @@ from minisgl.errors import RequestError
 from minisgl.server.frontend import ClientGoneError
 
 __all__ = ["EXCEPTION_HANDLERS", "ErrorBody", "error_body"]
-
-logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_CHARS = 1000
 """A message may quote what the client sent; it need not quote all of it."""
@@ -73,9 +70,8 @@ async def _on_client_gone(request: Request, error: Exception) -> Response:  # no
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
-async def _on_bug(request: Request, error: Exception) -> Response:
-    """Whatever else a handler raises. The client learns nothing of our insides."""
-    logger.error("%s %r failed", request.method, request.url.path, exc_info=error)
+async def _on_bug(request: Request, error: Exception) -> Response:  # noqa: ARG001 - Starlette's signature
+    """Whatever else a handler raises: the client learns nothing of our insides, the HTTP server logs the traceback."""
     return _respond(RequestError("an internal error; the server's log tells more", status=500, code="internal_error"))
 
 

@@ -7,6 +7,7 @@ socket and no message. Called by the routes.
 from __future__ import annotations
 
 import re
+import secrets
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -32,24 +33,26 @@ __all__ = [
 
 T = TypeVar("T")
 
-MAX_STOPS = 16
-PATH = re.compile(r"^(.*) - at `\$\.?(.*)`$")
+PATH = re.compile(r"^(.*) - at (?:`key` in )?`\$\.?(.*)`$")
+"""msgspec's way of saying where."""
 UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`")
 
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "n": (1,),
-    "top_p": (1.0,),
-    "presence_penalty": (0.0,),
-    "frequency_penalty": (0.0,),
     "logprobs": (False,),
+    "top_logprobs": (),
     "response_format": ({"type": "text"},),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
-    "top_logprobs": (),
-    "logit_bias": ({},),
-    "seed": (),
 }
 """Fields of chat requests that this version does not serve -> values, besides null, that ask for nothing and are accepted."""
+
+SAMPLING_FIELDS = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "logit_bias"),
+    *("repetition_penalty", "frequency_penalty", "presence_penalty"),
+    *("min_tokens", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens"),
+)
+"""Fields that are handed to SamplingParams, which checks their ranges; null is its default."""
 
 
 class ChatMessage(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -87,23 +90,29 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     max_completion_tokens: int | None = None
     """The newer name of max_tokens."""
     temperature: float | None = None
-    """0 is greedy, and all that this version serves; null is greedy too."""
+    """null is 0: greedy."""
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    """null: a random one, so that the answer differs from time to time."""
+    logit_bias: dict[int, float] | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    min_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
     # Bookkeeping of the client's: accepted, without effect.
     user: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
     # Not served yet; see NEUTRAL_VALUES.
     n: int | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    logit_bias: dict[str, float] | None = None
-    seed: int | None = None
     response_format: dict[str, Any] | None = None
     tools: list[Any] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -126,16 +135,9 @@ class ChatRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         limits = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None]
         if len(set(limits)) > 1:
             raise RequestError("max_tokens and max_completion_tokens differ; give one of them", param="max_tokens")
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(stop) > MAX_STOPS:
-            raise RequestError(f"stop: {len(stop)} strings found; at most {MAX_STOPS} are allowed", param="stop")
-        return SamplingParams(
-            temperature=self.temperature or 0.0,
-            max_tokens=limits[0] if limits else None,
-            stop=tuple(stop),
-            stop_token_ids=tuple(self.stop_token_ids or ()),
-            ignore_eos=bool(self.ignore_eos),
-        )
+        given = {name: value for name in SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
+        given.setdefault("seed", secrets.randbits(64))
+        return SamplingParams(max_tokens=limits[0] if limits else None, **given)
 
     def plain_messages(self) -> list[dict[str, Any]]:
         """The messages as the tokenizer wants them, without the fields that are null."""
@@ -211,7 +213,7 @@ class Chunk(msgspec.Struct, frozen=True):
     """seconds since 1970"""
     model: str
     choices: list[ChunkChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
     """Left out unless asked for; then null in all chunks but the last."""
     object: str = "chat.completion.chunk"
 

@@ -69,7 +69,7 @@ def make_private_directory(path: Path) -> None:
 
 
 def claim_socket_path(path: Path) -> None:
-    """Make `path` free to be bound: make its directory, remove the socket that a dead process left.
+    """Make the directory of `path` and see that the path may be bound. ZeroMQ replaces the socket that a dead process left.
 
     Raises ConfigError if a live server listens there (ZeroMQ would take its clients away without a word) or if the file is no socket.
     """
@@ -82,7 +82,6 @@ def claim_socket_path(path: Path) -> None:
         raise ConfigError(f"{path} exists and is no socket; remove it or choose another _unique_suffix")
     if _has_listener(path):
         raise ConfigError(f"a live server listens on {path}; stop it or choose another _unique_suffix")
-    path.unlink(missing_ok=True)
 
 
 def _has_listener(path: Path) -> bool:

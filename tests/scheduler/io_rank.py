@@ -8,7 +8,6 @@ from __future__ import annotations
 import faulthandler
 import json
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -82,11 +81,11 @@ def lack_subscribers(config):
 
 def miss_barrier(config):
     """The odd ranks stay away from the barrier until their standard input ends."""
-    rank = Rank(config, dist.new_group(backend="gloo", timeout=timedelta(seconds=3)))
+    rank = Rank(config, dist.group.WORLD)
     error = ""
     if config.tp_info.rank % 2 == 0:
         try:
-            rank.sync_all_ranks()
+            rank.sync_all_ranks(timeout=3)
         except RuntimeError as caught:
             error = str(caught)
     if not config.tp_info.is_primary():

@@ -32,6 +32,9 @@ ONLY_IN = {
 }
 """Library -> the packages of ours that may import it."""
 
+OPTIONAL = ("triton", "flashinfer", "flash_attn", "flash_attn_interface", "sgl_kernel")
+"""Libraries that are used where they are installed; they come with extras or with torch."""
+
 TORCH_WHEN_USED = ("errors", "env", "core", "utils", "message", "tokenizer", "server", "cli", "__main__")
 """Packages of processes that start in a second: here torch is imported inside the function that needs it, if at all."""
 
@@ -131,7 +134,7 @@ def library_findings(module: Module, declared: frozenset[str]) -> Iterator[str]:
         library = name.split(".")[0]
         if library in ONLY_IN and module.package not in ONLY_IN[library]:
             yield f"{module.path}:{line}: {library} may be imported only in {', '.join(ONLY_IN[library]) or 'no module'}"
-        elif library not in declared | ONLY_IN.keys() | {"minisgl"}:
+        elif library not in declared | {"minisgl", *OPTIONAL}:
             yield f"{module.path}:{line}: {library} is not a dependency in pyproject.toml"
         if library == "torch" and at_top and module.package in TORCH_WHEN_USED:
             yield f"{module.path}:{line}: torch is imported here only when used, inside the function"

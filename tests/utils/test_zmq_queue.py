@@ -166,13 +166,16 @@ def test_the_publisher_sees_three_equal_subscriptions_and_each_subscriber_gets_e
 
 
 def test_a_missing_subscriber_is_reported_with_both_counts(addr):
-    with ZmqPubQueue[str](addr, create=True, encoder=encode) as pub:
-        with ZmqSubQueue[str](addr, create=False, decoder=decode), ZmqSubQueue[str](addr, create=False, decoder=decode):
-            pub.wait_for_subscribers(2, DEADLINE_S)
-            with pytest.raises(WorkerError, match="2 of 3 subscribers"):
-                pub.wait_for_subscribers(3, 0.05)
-            with ZmqSubQueue[str](addr, create=False, decoder=decode):
-                pub.wait_for_subscribers(3, DEADLINE_S)
+    with (
+        ZmqPubQueue[str](addr, create=True, encoder=encode) as pub,
+        ZmqSubQueue[str](addr, create=False, decoder=decode),
+        ZmqSubQueue[str](addr, create=False, decoder=decode),
+    ):
+        pub.wait_for_subscribers(2, DEADLINE_S)
+        with pytest.raises(WorkerError, match="2 of 3 subscribers"):
+            pub.wait_for_subscribers(3, 0.05)
+        with ZmqSubQueue[str](addr, create=False, decoder=decode):
+            pub.wait_for_subscribers(3, DEADLINE_S)
 
 
 def test_a_burst_beyond_every_default_buffer_is_kept(addr):
@@ -191,11 +194,13 @@ for number in range(1000):
 """
 
 
-def test_what_a_process_sent_before_it_ended_arrives(addr):
+@pytest.mark.parametrize("ending", ["", "queue.stop()", "import builtins; builtins.kept = queue"])
+def test_what_a_process_sent_before_it_ended_arrives(addr, ending):
+    program = (SEND_AND_END + ending).replace("str(number)", "str(number) * 10_000")  # more than a socket's buffers hold
     with ZmqPullQueue[str](addr, create=True, decoder=decode) as pull:
-        result = run_python(SEND_AND_END, addr)
+        result = run_python(program, addr)
         assert result.returncode == 0, result.stderr
-        assert [pull.get(DEADLINE_S) for _ in range(1000)] == [str(number) for number in range(1000)]
+        assert all(pull.get(DEADLINE_S) == str(number) * 10_000 for number in range(1000))
 
 
 def test_a_process_whose_messages_nobody_takes_still_ends(addr):

@@ -1,0 +1,218 @@
+"""`minisgl bench offline`: output tokens per second of the offline class on a fixed workload.
+
+The workload is the one by which small engines are compared: 256 requests, prompts and outputs of 100 to 1,024 tokens, drawn with Python's
+own generator from seed 0, prompts first. It knows the offline class only by what it calls; the command line hands it over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from minisgl.bench.machine import hardware, versions
+from minisgl.core import SamplingParams
+from minisgl.errors import ConfigError, WorkerError
+from minisgl.scheduler.config import SchedulerConfig
+
+__all__ = ["BenchLLM", "Options", "Workload", "add_arguments", "effective_config", "main", "make_workload", "run"]
+
+SEED = 0
+LARGEST_ID = 10_000
+SHORTEST = 100
+"""Tokens; the shortest prompt and the shortest output, unless the longest is shorter still."""
+NUM_WARM_UPS = 2
+WARM_UP_TOKENS = 8
+NOT_REPORTED = ("tp_info", "offline_mode", "backend_create_detokenizer_link", "_unique_suffix")
+"""Settings that are the same in every offline engine, or mean nothing to it."""
+
+
+class BenchLLM(Protocol):
+    """What is measured: `minisgl.llm.LLM`, or something that acts like it."""
+
+    @property
+    def config(self) -> SchedulerConfig: ...
+
+    @property
+    def scheduler(self) -> Any: ...
+
+    def generate(self, prompts: list[list[int]], sampling_params: list[SamplingParams], /) -> Sequence[Any]: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Options:
+    """How much is asked for."""
+
+    num_requests: int = 256
+    max_input: int = 1024
+    """tokens of the longest prompt"""
+    max_output: int = 1024
+    """tokens of the longest output"""
+    temperature: float = 0.6
+    repeats: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("num_requests", "max_input", "max_output", "repeats"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')}: {getattr(self, name)} found; at least 1 is allowed")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts, and how many tokens each is continued by."""
+
+    prompts: list[list[int]]
+    output_lens: list[int]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(self.output_lens)
+
+    @property
+    def longest(self) -> int:
+        """tokens of the longest request, prompt and output together"""
+        return max(len(prompt) + length for prompt, length in zip(self.prompts, self.output_lens, strict=True))
+
+
+def make_workload(options: Options) -> Workload:
+    """Always the same for the same options."""
+    draw = random.Random(SEED).randint
+    shortest_in, shortest_out = min(SHORTEST, options.max_input), min(SHORTEST, options.max_output)
+    prompts = [
+        [draw(0, LARGEST_ID) for _ in range(draw(shortest_in, options.max_input))]  # the length is drawn first
+        for _ in range(options.num_requests)
+    ]
+    return Workload(prompts, [draw(shortest_out, options.max_output) for _ in range(options.num_requests)])
+
+
+def run(options: Options, make_llm: Callable[[], BenchLLM], *, say: Callable[[str], None] = print) -> dict[str, Any]:
+    """Load, warm up, measure; the report, ready for JSON. Raises ConfigError if a request cannot be served in full."""
+    # 1. Load.
+    start = time.perf_counter()
+    llm = make_llm()
+    startup_s = time.perf_counter() - start
+    try:
+        config = effective_config(llm)
+        workload = _fitting(make_workload(options), llm)
+        say(_headline(config, workload, startup_s))
+        # 2. Two small calls, so that nothing is measured that happens once.
+        params = SamplingParams(temperature=options.temperature, ignore_eos=True, max_tokens=WARM_UP_TOKENS)
+        for _ in range(NUM_WARM_UPS):
+            llm.generate([workload.prompts[0]], [params])
+        # 3. The clock.
+        every = [replace(params, max_tokens=length) for length in workload.output_lens]
+        runs = [_measure(llm, workload, every, number, say) for number in range(options.repeats)]
+    finally:
+        llm.close()
+    median = statistics.median(one["output_tokens_per_s"] for one in runs)
+    say(f"median of {len(runs)}: {median:,.1f} output tokens/s")
+    return {
+        "benchmark": "offline",
+        "command": sys.argv,
+        "options": asdict(options),
+        "num_prompt_tokens": workload.num_prompt_tokens,
+        "num_output_tokens": workload.num_output_tokens,
+        "output_tokens_per_s": median,
+        "runs": runs,
+        "startup_s": round(startup_s, 3),
+        "config": config,
+        "versions": versions(),
+        "hardware": hardware(),
+    }
+
+
+def _measure(llm: BenchLLM, workload: Workload, params: list[SamplingParams], number: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """One run over the whole workload, with nothing left of the runs before it."""
+    llm.scheduler.reset_prefix_cache()
+    num_retractions = llm.scheduler.num_retractions
+    start = time.perf_counter()
+    results = llm.generate(workload.prompts, params)
+    seconds = time.perf_counter() - start
+    num_tokens = sum(len(result.token_ids) for result in results)
+    if num_tokens != workload.num_output_tokens:
+        errors = sorted({result.error for result in results if result.error is not None})
+        raise WorkerError(f"{num_tokens} output tokens instead of {workload.num_output_tokens}; {'; '.join(errors) or 'no error was told'}")
+    say(f"run {number + 1}: {seconds:.2f} s, {num_tokens / seconds:,.1f} output tokens/s")
+    return {
+        "seconds": round(seconds, 4),
+        "output_tokens_per_s": round(num_tokens / seconds, 2),
+        "num_retractions": llm.scheduler.num_retractions - num_retractions,
+        "num_cached_tokens": sum(result.num_cached_tokens for result in results),
+    }
+
+
+def _fitting(workload: Workload, llm: BenchLLM) -> Workload:
+    """The workload with ids that the model has. Raises ConfigError if its longest request does not fit."""
+    limits = llm.scheduler.engine.limits
+    most = min(limits.max_seq_len, limits.num_pool_tokens)
+    if workload.longest > most:
+        raise ConfigError(
+            f"the longest request has {workload.longest} tokens; the context holds {limits.max_seq_len} and the KV pool "
+            f"{limits.num_pool_tokens}: lower --max-input or --max-output, or raise --max-seq-len or --num-pages"
+        )
+    if limits.vocab_size > LARGEST_ID:
+        return workload
+    return replace(workload, prompts=[[token_id % limits.vocab_size for token_id in prompt] for prompt in workload.prompts])
+
+
+def effective_config(llm: BenchLLM) -> dict[str, Any]:
+    """Every setting with the value that counts, 0 and "auto" replaced by what the machine decided."""
+    from minisgl.scheduler.scheduler import DEFAULT_EXTEND_BESIDE_DECODE, DEFAULT_EXTEND_TOKENS
+
+    config, limits = llm.config, llm.scheduler.engine.limits
+    device = limits.device_type
+    settings = {name: value for name, value in asdict(config).items() if name not in NOT_REPORTED}
+    weight = next(iter(llm.scheduler.engine.model.state_dict().values()))
+    return settings | {
+        "dtype": str(weight.dtype).removeprefix("torch."),
+        "device": device,
+        "num_pages": limits.num_pages,
+        "page_size": limits.page_size,
+        "max_seq_len": limits.max_seq_len,
+        "overlap": limits.is_asynchronous if config.overlap is None else config.overlap,
+        "max_extend_tokens": config.max_extend_tokens or DEFAULT_EXTEND_TOKENS[device],
+        "max_extend_tokens_beside_decode": config.max_extend_tokens_beside_decode or DEFAULT_EXTEND_BESIDE_DECODE[device],
+    }
+
+
+def _headline(config: dict[str, Any], workload: Workload, startup_s: float) -> str:
+    return (
+        f"{config['model_path']} on {config['device']}, dtype {config['dtype']}, {config['num_pages']:,} pages of {config['page_size']}, "
+        f"ready in {startup_s:.1f} s\n{len(workload.prompts)} requests, {workload.num_prompt_tokens:,} prompt tokens, "
+        f"{workload.num_output_tokens:,} output tokens"
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of this program; those of the engine come from the command line."""
+    default = Options()
+    parser.add_argument("--num-requests", type=int, default=default.num_requests, help="requests, all given at once (default: 256)")
+    parser.add_argument("--max-input", type=int, default=default.max_input, help="tokens of the longest prompt (default: 1024)")
+    parser.add_argument("--max-output", type=int, default=default.max_output, help="tokens of the longest output (default: 1024)")
+    parser.add_argument("--temperature", type=float, default=default.temperature, help="of the sampling; 0 is greedy (default: 0.6)")
+    parser.add_argument("--repeats", type=int, default=default.repeats, help="runs, of which the median counts (default: 3)")
+    parser.add_argument("--json", metavar="FILE", help="also write a report with versions, hardware and the effective settings")
+
+
+def main(arguments: argparse.Namespace, make_llm: Callable[[], BenchLLM]) -> int:
+    """The program: parsed arguments and what makes the engine -> exit status."""
+    names = ("num_requests", "max_input", "max_output", "temperature", "repeats")
+    options = Options(**{name: getattr(arguments, name) for name in names})
+    SamplingParams(temperature=options.temperature)  # a wrong one is told before the model is loaded
+    report = run(options, make_llm)
+    if arguments.json is not None:
+        Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0

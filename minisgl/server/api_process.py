@@ -1,0 +1,89 @@
+"""The API process (hops 1, 2 and 12): one event loop with the HTTP server. Started by the launcher, which also opened the port."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+import time
+
+import uvicorn
+
+from minisgl.errors import RequestError
+from minisgl.server.app import create_app
+from minisgl.server.child import Child, Order, run_child
+from minisgl.server.frontend import Frontend
+
+KEEP_ALIVE_S = 75
+"""An idle connection stays open; longer than clients usually keep one, so that they do not write into one that is being closed."""
+LAST_WORDS_S = 3
+"""How long answers that break off may take to reach slow clients."""
+
+
+class ApiProcess:
+    """The server and the orders it gets, which arrive in another thread."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._frontend: Frontend | None = None
+        self._server: uvicorn.Server | None = None
+
+    def run(self, child: Child) -> None:
+        """Serve until told to close."""
+        config = child.config
+        self._frontend = Frontend(config.zmq_frontend_addr, config.zmq_detokenizer_addr)
+
+        def on_started() -> None:
+            self._loop = asyncio.get_running_loop()
+            child.report("ready")
+
+        app = create_app(self._frontend, child.setup.model_name, on_started)
+        self._server = make_server(app)
+        with socket.socket(fileno=child.setup.listen_fd) as listener:
+            self._server.run(sockets=[listener])
+
+    def obey(self, order: Order) -> None:
+        """Called in the thread that hears the launcher. An order before the start finds nothing to close."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._carry_out, order)
+
+    def close(self) -> None:
+        """The launcher is gone: the same as an order to close, then a moment for the last words."""
+        if self._loop is not None:
+            self.obey(Order("close", "the server has been stopped"))
+            time.sleep(LAST_WORDS_S)
+
+    def _carry_out(self, order: Order) -> None:
+        assert self._frontend is not None
+        assert self._server is not None
+        if order.kind == "open":
+            self._frontend.open_doors()
+        else:
+            self._frontend.close_doors(RequestError(order.text, status=503, code="server_stopped"))
+            self._server.should_exit = True
+
+
+def make_server(app: object) -> uvicorn.Server:
+    """The HTTP server with our settings: it configures no logging, opens no port and handles no signal that we care for."""
+    config = uvicorn.Config(
+        app,  # type: ignore[arg-type]  # any ASGI application
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        ws="none",
+        proxy_headers=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=LAST_WORDS_S,
+    )
+    return uvicorn.Server(config)
+
+
+def main() -> int:
+    """The process. Returns its exit status."""
+    process = ApiProcess()
+    return run_child(process.run, on_order=process.obey, on_parent_gone=process.close)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,166 @@
+"""Every attention backend against the kernel twin and against dense attention in fp64, over pages in any order."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from minisgl.attention import ATTENTION_BACKENDS, make_attention_backend
+from minisgl.errors import ConfigError
+from minisgl.kernel import reference
+from minisgl.kvcache.pool import make_kv_pool
+from tests.tools.plan import Planner
+
+NUM_LAYERS, LAYER = 2, 1
+GARBAGE = 1e4
+"""What stands in slots that no row has written. The pool starts zeroed and holds finite numbers only, so NaN is not among them."""
+STEPS = {
+    "one prompt": [{0: 37}],
+    "prompts": [{0: 16, 1: 1, 2: 50}],
+    "decodes of like lengths": [{0: 30, 1: 31, 2: 33}, {0: 1, 1: 1, 2: 1}],
+    "decodes of unlike lengths": [{0: 1, 1: 200, 2: 90, 3: 7}, {0: 1, 1: 1, 2: 1, 3: 1}],
+    "chunks": [{0: 5, 1: 20}, {0: 13, 1: 1}, {0: 64, 1: 17}],
+    "chunks and decodes": [{0: 40, 1: 9, 3: 5}, {0: 1, 1: 1, 2: 21, 3: 30}, {0: 1, 1: 1, 2: 2, 3: 1, 4: 1}],
+}
+"""Each step: uid -> new tokens."""
+
+
+class Bench:
+    """A backend with a poisoned pool, and the K and V of all tokens so far in fp64."""
+
+    def __init__(self, name, page_size, heads, head_dim, dtype, device):
+        self.num_heads, self.num_kv_heads = heads
+        self.head_dim, self.dtype = head_dim, dtype
+        self.random = torch.Generator().manual_seed(page_size + head_dim)
+        num_pages = 5 + 600 // page_size + (8 if page_size > 1 else 0)
+        self.pool = make_kv_pool(NUM_LAYERS, num_pages, self.num_kv_heads, page_size, head_dim, dtype, device)
+        for tensor in (self.pool.k, self.pool.v):
+            tensor.copy_(torch.randn(tensor.shape, generator=self.random) * GARBAGE)
+        self.planner = Planner(num_pages, page_size, 8)
+        table = torch.full((8, -(-260 // page_size)), self.pool.dummy_page, dtype=torch.int32, device=device)
+        self.backend = make_attention_backend(name, self.pool, table)
+        self.k, self.v = {}, {}
+
+    def step(self, extend):
+        """(backend's output, twin's, fp64), [T, H, D] each, on the CPU."""
+        for uid, count in extend.items():
+            if uid not in self.planner.rows:
+                self.planner.add(uid, [])
+                self.k[uid] = self.v[uid] = torch.empty(0, self.num_kv_heads, self.head_dim, dtype=torch.float64)
+            self.planner.rows[uid].tokens += [0] * count
+        batch = self.planner.plan(extend)
+        rows, columns, pages = torch.from_numpy(batch.table_updates).long().unbind(1)
+        self.backend.page_table[rows, columns] = pages.int().to(self.backend.page_table.device)
+        q, k, v = (torch.randn(batch.num_tokens, n, self.head_dim, generator=self.random).to(self.dtype) for n in self.heads)
+        device = self.pool.k.device
+        out = self.backend.forward(q.to(device), k.to(device), v.to(device), LAYER, self.backend.prepare(batch))
+        return out.cpu(), self._twin(batch, q), self._dense(batch, q, k, v)
+
+    @property
+    def heads(self):
+        return self.num_heads, self.num_kv_heads, self.num_kv_heads
+
+    def _twin(self, batch, q):
+        pages = self.backend.page_table.cpu()[torch.from_numpy(batch.slots).long()]
+        k, v = self.pool.k[LAYER].cpu(), self.pool.v[LAYER].cpu()
+        return reference.paged_attention(
+            q, k, v, pages, batch.cached_lens.tolist(), batch.extend_lens.tolist(), 1 / math.sqrt(self.head_dim)
+        )
+
+    def _dense(self, batch, q, k, v):
+        outs, start = [], 0
+        for uid, count in zip(batch.uids, batch.extend_lens.tolist(), strict=True):
+            new = slice(start, start + count)
+            start += count
+            self.k[uid], self.v[uid] = torch.cat((self.k[uid], k[new].double())), torch.cat((self.v[uid], v[new].double()))
+            for index in range(count):
+                length = len(self.k[uid]) - count + index + 1
+                group = self.num_heads // self.num_kv_heads
+                keys, values = (t[uid][:length].repeat_interleave(group, dim=1) for t in (self.k, self.v))
+                scores = torch.einsum("hd,lhd->hl", q[new][index].double(), keys) / math.sqrt(self.head_dim)
+                outs.append(torch.einsum("hl,lhd->hd", scores.softmax(-1), values))
+        return torch.stack(outs)
+
+
+CPU = torch.device("cpu")
+
+
+def check(bench, steps, tolerance):
+    for extend in steps:
+        out, twin, dense = bench.step(extend)
+        assert out.dtype == bench.dtype
+        torch.testing.assert_close(twin.double(), dense, rtol=0, atol=tolerance)
+        torch.testing.assert_close(out.double(), dense, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("name", ATTENTION_BACKENDS)
+def test_plans_of_every_kind(name, steps, page_size):
+    check(Bench(name, page_size, (6, 2), 64, torch.float32, CPU), STEPS[steps], 2e-6)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 4), (6, 2), (8, 1)], ids=lambda heads: f"{heads[0]} over {heads[1]}")
+@pytest.mark.parametrize("head_dim", [2, 64, 80, 128])
+@pytest.mark.parametrize("name", ATTENTION_BACKENDS)
+def test_head_counts_and_sizes(name, head_dim, heads):
+    check(Bench(name, 16, heads, head_dim, torch.float32, CPU), STEPS["chunks and decodes"], 2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ATTENTION_BACKENDS)
+def test_half_types(name, dtype):
+    check(Bench(name, 16, (8, 2), 64, dtype, CPU), STEPS["chunks and decodes"], 2e-2 if dtype == torch.bfloat16 else 3e-3)
+
+
+@pytest.mark.parametrize("name", ATTENTION_BACKENDS)
+def test_random_walks(name):
+    """Rows come, grow by any number of tokens and go; others get their pages with what they hold."""
+    order, bench = random.Random(7), Bench(name, 16, (4, 2), 16, torch.float32, CPU)
+    for _ in range(40):
+        uids = order.sample(range(6), order.randint(1, 5))
+        for uid in uids:
+            if uid in bench.k and len(bench.k[uid]) > 60:
+                bench.planner.drop(uid)
+                del bench.k[uid], bench.v[uid]
+        check(bench, [{uid: order.choice([1, 1, 1, 2, 5, 17]) for uid in uids}], 2e-6)
+
+
+@pytest.mark.parametrize("name", ATTENTION_BACKENDS)
+def test_only_the_planned_slots_of_the_layer_are_written(name):
+    bench = Bench(name, 16, (4, 2), 32, torch.float32, CPU)
+    before = bench.pool.k.clone(), bench.pool.v.clone()
+    bench.step({0: 20, 1: 3})
+    pages = [page for row in bench.planner.rows.values() for page in row.pages]
+    for tensor, old in zip((bench.pool.k, bench.pool.v), before, strict=True):
+        assert torch.equal(tensor[0], old[0])
+        is_changed = (tensor[LAYER] != old[LAYER]).any(dim=(1, 3))
+        assert int(is_changed.sum()) == 23
+        assert set(is_changed.nonzero()[:, 0].tolist()) == set(pages)
+
+
+@pytest.mark.parametrize("name", ATTENTION_BACKENDS)
+def test_the_backend_does_not_write_into_its_inputs(name):
+    bench = Bench(name, 16, (4, 2), 32, torch.float32, CPU)
+    bench.planner.add(0, [0] * 9)
+    batch = bench.planner.plan({0: 9})
+    rows, columns, pages = torch.from_numpy(batch.table_updates).long().unbind(1)
+    bench.backend.page_table[rows, columns] = pages.int()
+    inputs = [torch.randn(9, heads, 32) for heads in (4, 2, 2)]
+    copies = [tensor.clone() for tensor in inputs]
+    bench.backend.forward(*inputs, LAYER, bench.backend.prepare(batch))
+    assert all(torch.equal(tensor, copy) for tensor, copy in zip(inputs, copies, strict=True))
+
+
+def test_an_unknown_backend_is_refused_with_the_known_ones():
+    pool = make_kv_pool(1, 2, 1, 16, 8, torch.float32, CPU)
+    with pytest.raises(ConfigError, match=r"--attention-backend fastest: known are auto, .*torch"):
+        make_attention_backend("fastest", pool, torch.zeros(1, 1, dtype=torch.int32))
+
+
+def test_auto_runs_on_a_cpu():
+    pool = make_kv_pool(1, 2, 1, 16, 8, torch.float32, CPU)
+    assert make_attention_backend("auto", pool, torch.zeros(1, 1, dtype=torch.int32)) is not None

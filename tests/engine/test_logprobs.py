@@ -1,0 +1,53 @@
+"""Log probabilities of logits: values, the likeliest, and what is not finite."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from minisgl.engine.logprobs import compute_logprobs
+
+
+def test_values_are_those_of_a_plain_softmax():
+    logits = torch.randn((5, 40), generator=torch.Generator().manual_seed(1)) * 5
+    tokens = torch.tensor([0, 39, 7, 7, 20])
+    for row, entry in enumerate(compute_logprobs(logits, tokens, 6).read([6] * 5)):
+        total = math.log(sum(math.exp(value) for value in logits[row].tolist()))
+        plain = [value - total for value in logits[row].tolist()]
+        order = sorted(range(40), key=lambda token, plain=plain: -plain[token])[:6]
+        assert entry.token_id == tokens[row]
+        assert entry.logprob == pytest.approx(plain[entry.token_id], abs=1e-5)
+        assert entry.top_ids == tuple(order)
+        assert entry.top_logprobs == pytest.approx([plain[token] for token in order], abs=1e-5)
+
+
+def test_each_row_gets_as_many_of_the_likeliest_as_it_asked_for():
+    entries = compute_logprobs(torch.randn((3, 30)), torch.zeros(3, dtype=torch.int64), 5).read([0, 2, 5])
+    assert [len(entry.top_ids) for entry in entries] == [0, 2, 5]
+    assert [len(entry.top_logprobs) for entry in entries] == [0, 2, 5]
+
+
+def test_none_of_the_likeliest_may_be_asked_for_and_more_than_there_are():
+    logits = torch.randn((1, 4))
+    assert compute_logprobs(logits, torch.tensor([2]), 0).read([0])[0].top_ids == ()
+    assert sorted(compute_logprobs(logits, torch.tensor([2]), 20).read([20])[0].top_ids) == [0, 1, 2, 3]
+
+
+def test_what_is_not_finite_is_none():
+    logits = torch.tensor([[0.0, float("-inf"), 1.0], [float("nan"), 0.0, 0.0], [float("inf"), 0.0, 0.0]])
+    entries = compute_logprobs(logits, torch.tensor([1, 1, 1]), 3).read([3, 3, 3])
+    assert [entry.logprob for entry in entries] == [None, None, None]
+    values = [value for entry in entries for value in (entry.logprob, *entry.top_logprobs)]
+    assert all(value is None or math.isfinite(value) for value in values)
+    assert entries[0].top_ids == (2, 0, 1)
+    assert entries[0].top_logprobs[2] is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_logits_are_normalised_in_fp32(dtype):
+    logits = (torch.randn((4, 5000), generator=torch.Generator().manual_seed(2)) * 4).to(dtype)
+    tokens = torch.tensor([1, 2, 3, 4])
+    ours = [entry.logprob for entry in compute_logprobs(logits, tokens, 0).read([0] * 4)]
+    assert ours == pytest.approx(logits.double().log_softmax(-1)[torch.arange(4), tokens].tolist(), abs=1e-5)

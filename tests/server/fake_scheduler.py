@@ -1,0 +1,66 @@
+"""A scheduler process without a model: says "x" for each request every few milliseconds, until its limit or an abort.
+
+Run as a child by the launcher. FAKE_SCHEDULER chooses another behaviour: `refuse` (a user's error while loading), `bug` (any other),
+`vanish` (dies while loading), `hang` (never gets ready).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+import msgspec
+
+from minisgl.errors import ModelFormatError
+from minisgl.message import BackendReadyMsg, BaseTokenizerMsg, DetokenizeMsg
+from minisgl.server.child import Child, run_child
+from minisgl.utils import ZmqPullQueue, ZmqPushQueue
+
+STEP_S = 0.005
+
+
+def main(child: Child) -> None:
+    misbehave(os.environ.get("FAKE_SCHEDULER", ""))
+    config = child.config
+    inbox = ZmqPullQueue(config.zmq_backend_addr, create=True, decoder=msgspec.msgpack.decode)
+    outbox = ZmqPushQueue(config.zmq_detokenizer_addr, create=False, encoder=BaseTokenizerMsg.encoder)
+    outbox.put(BackendReadyMsg(max_seq_len=100_000, num_pool_tokens=100_000))
+    child.report("ready")
+    left: dict[int, int] = {}
+    while True:
+        try:
+            message = inbox.get(STEP_S if left else None)
+        except TimeoutError:
+            step(left, outbox)
+            continue
+        for each in message.get("data", [message]):
+            if each["type"] == "UserMsg":
+                left[each["uid"]] = each["sampling_params"]["max_tokens"] or 100_000
+            else:
+                left.pop(each["uid"], None)
+
+
+def step(left: dict[int, int], outbox: ZmqPushQueue[BaseTokenizerMsg]) -> None:
+    for uid in list(left):
+        left[uid] -= 1
+        is_last = left[uid] == 0
+        outbox.put(DetokenizeMsg(uid, ord("x"), is_last, "length" if is_last else None))
+        if is_last:
+            del left[uid]
+
+
+def misbehave(how: str) -> None:
+    if how == "refuse":
+        raise ModelFormatError("the weights are of cheese")
+    if how == "bug":
+        raise ZeroDivisionError("a bug while loading")
+    if how == "vanish":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "hang":
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    sys.exit(run_child(main))

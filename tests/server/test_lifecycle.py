@@ -1,0 +1,222 @@
+"""Starting and ending a server of real processes: with a scheduler that has no model, except where the command itself is run."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from tests.server.server_process import END_S, server_process, wait_until, write_byte_model
+
+pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="reads /proc")
+
+BODY = {"messages": [{"role": "user", "content": "Hello"}]}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return write_byte_model(tmp_path_factory.mktemp("byte-model"))
+
+
+@pytest.fixture
+def running(model_dir):
+    with server_process(model_dir) as server:
+        server.wait_until_ready()
+        yield server
+
+
+def stream(url, started):
+    """Read a stream to its end, however it ends; the events without the [DONE]."""
+    events = []
+    with (
+        contextlib.suppress(httpx.RemoteProtocolError, httpx.ReadError),
+        httpx.stream("POST", f"{url}/v1/chat/completions", json={**BODY, "stream": True}, timeout=END_S) as response,
+    ):
+        for line in response.iter_lines():
+            if line:
+                events.append(json.loads(line.removeprefix("data: ")))
+                started.set()
+    return events
+
+
+def send_plain(url):
+    """A plain request that has been sent; its answer is to be read."""
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=END_S)
+    connection.request("POST", "/v1/chat/completions", json.dumps(BODY))
+    return connection
+
+
+@contextlib.contextmanager
+def requests_in_flight(url):
+    """Two plain requests and two streams that have begun; yields the connections and the streams' futures."""
+    with contextlib.ExitStack() as stack:
+        threads = stack.enter_context(ThreadPoolExecutor(2))
+        plains = [stack.enter_context(contextlib.closing(send_plain(url))) for _ in range(2)]
+        begun = [threading.Event(), threading.Event()]
+        streams = [threads.submit(stream, url, event) for event in begun]
+        assert all(event.wait(END_S) for event in begun)
+        yield streams, plains
+
+
+def has_ended_with_an_error(streams, plains):
+    for future in streams:
+        events = future.result(END_S)
+        assert set(events[-1]) == {"error"}
+        assert all(choice["finish_reason"] is None for event in events[:-1] for choice in event["choices"])
+    for connection in plains:
+        response = connection.getresponse()
+        assert response.status == 503
+        assert json.load(response)["error"]["type"] == "server_error"
+    return True
+
+
+def test_a_server_says_what_it_is_and_answers(running):
+    answer = httpx.post(f"{running.url}/v1/chat/completions", json={**BODY, "max_tokens": 3}, timeout=END_S)
+    assert answer.json()["choices"][0] == {
+        "index": 0,
+        "message": {"role": "assistant", "content": "xxx", "refusal": None},
+        "logprobs": None,
+        "finish_reason": "length",
+    }
+    assert httpx.get(f"{running.url}/health").status_code == 200
+
+
+@pytest.mark.parametrize("is_group", [False, True], ids=["to the launcher", "to the whole group"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_under_load_leaves_nothing_behind(running, number, is_group):
+    with requests_in_flight(running.url) as futures:
+        if is_group:
+            os.killpg(running.process.pid, number)
+        else:
+            running.process.send_signal(number)
+        assert has_ended_with_an_error(*futures)
+    assert running.wait_for_exit() == 128 + number
+    assert running.leaves_nothing_behind()
+    assert "Traceback" not in running.stderr
+
+
+def test_a_killed_launcher_leaves_nothing_behind(running):
+    with requests_in_flight(running.url) as futures:
+        running.process.kill()
+        assert has_ended_with_an_error(*futures)
+    assert running.leaves_nothing_behind()
+
+
+@pytest.mark.parametrize("name", ["scheduler", "tokenizer"])
+def test_a_killed_worker_ends_the_server_and_every_request(running, name):
+    with requests_in_flight(running.url) as futures:
+        os.kill(running.children[name], signal.SIGKILL)
+        assert has_ended_with_an_error(*futures)
+    assert running.wait_for_exit() == 1
+    assert running.leaves_nothing_behind()
+    assert f"the {name} process (pid {running.children[name]}) died: it was ended by SIGKILL" in running.stderr
+
+
+def test_a_killed_api_ends_the_server(running):
+    os.kill(running.children["api"], signal.SIGKILL)
+    assert running.wait_for_exit() == 1
+    assert running.leaves_nothing_behind()
+
+
+def test_a_second_ctrl_c_ends_a_server_that_hangs(running):
+    for name in ("api", "tokenizer"):
+        os.kill(running.children[name], signal.SIGSTOP)
+    start = time.monotonic()
+    running.process.send_signal(signal.SIGINT)
+    assert wait_until(lambda: not is_port_open(running.url) or time.monotonic() - start > 0.2)
+    running.process.send_signal(signal.SIGINT)
+    assert running.wait_for_exit() == 130
+    assert running.leaves_nothing_behind()
+
+
+def is_port_open(url):
+    host, port = url.removeprefix("http://").split(":")
+    with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=0.05):
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [
+        ("refuse", "the scheduler process failed: the weights are of cheese"),
+        ("bug", "the scheduler process failed: ZeroDivisionError: a bug while loading"),
+        ("vanish", "died: it was ended by SIGKILL"),
+    ],
+)
+def test_a_scheduler_that_dies_while_loading_ends_the_server_with_the_cause(model_dir, how, cause):
+    with server_process(model_dir, FAKE_SCHEDULER=how) as server:
+        assert server.wait_for_exit(30) == 1
+        assert cause in server.stderr
+        assert ("Traceback" in server.stderr) == (how == "bug")
+        assert server.leaves_nothing_behind()
+
+
+def test_ctrl_c_while_loading_leaves_nothing_behind(model_dir):
+    with server_process(model_dir, FAKE_SCHEDULER="hang") as server:
+        assert wait_until(lambda: len(server.sockets()) == 2, 30)  # the API's and the tokenizer's
+        server.find_children()
+        assert len(server.children) == 3
+        server.process.send_signal(signal.SIGINT)
+        assert server.wait_for_exit() == 130
+        assert server.leaves_nothing_behind()
+
+
+def test_a_broken_tokenizer_ends_the_server_with_the_cause(model_dir, tmp_path):
+    broken = write_byte_model(tmp_path / "broken")
+    (broken / "tokenizer.json").write_text("{")
+    with server_process(broken) as server:
+        assert server.wait_for_exit(30) == 1
+        assert "the tokenizer process failed" in server.stderr
+        assert "tokenizer.json" in server.stderr
+        assert server.leaves_nothing_behind()
+
+
+def test_two_servers_run_side_by_side(running, model_dir):
+    with server_process(model_dir) as second:
+        second.wait_until_ready()
+        assert second.url != running.url
+        assert [httpx.get(f"{url}/health").status_code for url in (running.url, second.url)] == [200, 200]
+
+
+def serve(*words):
+    command = [sys.executable, "-m", "minisgl", "serve", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, stdin=subprocess.DEVNULL)
+
+
+def test_a_busy_port_is_told_at_once(model_dir):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        done = serve(str(model_dir), "--port", str(port))
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: cannot listen on 127.0.0.1 port {port}: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["/no/such/model"], "/no/such/model"),
+        (["--tp", "2"], "--tp: 2 found"),
+        (["--port", "70000"], "--port: 70000 found"),
+        (["--page-size", "-1"], "--page-size"),
+        (["a", "--model", "b"], "name one model"),
+        (["--host", "256.1.1.1"], "cannot listen on 256.1.1.1"),
+    ],
+)
+def test_a_wrong_flag_is_one_line_on_stderr(words, told, model_dir):
+    done = serve(*words, *([str(model_dir)] if words[0] == "--host" else []))
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
