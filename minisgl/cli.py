@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -173,6 +174,9 @@ def main(argv: Sequence[str] | None = None, *, default_command: str | None = Non
         return 2 if isinstance(error, InvalidInputError) else 1
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:  # whoever read our output has stopped; Python's last flush must not fail on it again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def _engine_settings(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -222,10 +226,10 @@ def _generate(arguments: argparse.Namespace) -> int:
             if chunk.result is not None:
                 error = chunk.result.error
         seconds = time.monotonic() - start
-    print()
     if error is not None:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    print()
     print(f"[{num_tokens} tokens in {seconds:.1f} s, {num_tokens / seconds:.1f} tokens/s]", file=sys.stderr)
     return 0
 

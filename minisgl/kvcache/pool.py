@@ -5,8 +5,10 @@ Letters: P pages, K KV heads, D head dim.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 __all__ = ["KVPool", "make_kv_pool"]
@@ -42,5 +44,12 @@ def make_kv_pool(
 ) -> KVPool:
     """A zeroed pool of `num_pages` pages and the dummy page; `num_kv_heads` is this rank's share."""
     shape = (num_layers, num_pages + 1, num_kv_heads, page_size, head_dim)
-    k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+    k, v = (_zeros(shape, dtype, device) for _ in range(2))
     return KVPool(k, v, num_pages, page_size)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on a CPU untouched pages cost nothing, since the system supplies them zeroed (torch.zeros would write all of them)."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)

@@ -21,8 +21,8 @@ TRANSPOSED_ROWS = range(2, 65)
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [T, in] times weight [out, in] transposed, plus bias [out] -> [T, out]."""
     if x.device.type == "cpu" and x.shape[0] in TRANSPOSED_ROWS:
-        product = torch.mm(weight, x.t()).t()
-        return product.contiguous() if bias is None else product + bias
+        product = torch.mm(weight, x.t()) if bias is None else torch.addmm(bias.unsqueeze(1), weight, x.t())
+        return product.t().contiguous()
     return F.linear(x, weight, bias)
 
 

@@ -25,12 +25,13 @@ class ApiProcess:
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._child: Child | None = None
         self._frontend: Frontend | None = None
         self._server: uvicorn.Server | None = None
 
     def run(self, child: Child) -> None:
         """Serve until told to close."""
-        config = child.config
+        self._child, config = child, child.config
         self._frontend = Frontend(config.zmq_frontend_addr, config.zmq_detokenizer_addr)
 
         def on_started() -> None:
@@ -54,10 +55,12 @@ class ApiProcess:
             time.sleep(LAST_WORDS_S)
 
     def _carry_out(self, order: Order) -> None:
+        assert self._child is not None
         assert self._frontend is not None
         assert self._server is not None
         if order.kind == "open":
             self._frontend.open_doors()
+            self._child.report("open")
         else:
             self._frontend.close_doors(RequestError(order.text, status=503, code="server_stopped"))
             self._server.should_exit = True

@@ -33,9 +33,9 @@ LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 class Report(msgspec.Struct, frozen=True):
     """What a child tells the launcher."""
 
-    kind: Literal["ready", "failed"]
+    kind: Literal["ready", "open", "failed"]
     text: str = ""
-    """ready: what is worth saying about it; failed: the cause"""
+    """ready: what is worth saying about it; open: the order of that name is carried out; failed: the cause"""
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -54,7 +54,7 @@ class Child:
         self.setup = setup
         self.config = setup.config
 
-    def report(self, kind: Literal["ready", "failed"], text: str = "") -> None:
+    def report(self, kind: Literal["ready", "open", "failed"], text: str = "") -> None:
         """Tell the launcher. If it is gone there is nobody to tell."""
         with contextlib.suppress(BrokenPipeError):
             os.write(self.setup.report_fd, msgspec.json.encode(Report(kind, text)) + b"\n")

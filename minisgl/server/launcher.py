@@ -68,7 +68,8 @@ def serve(options: ServerOptions, *, say: Say, child_modules: Mapping[str, str] 
             listener.close()  # the API has its own copy; ours would keep the port
             number = children.wait_until_ready(signals, stages)
             if number is None:
-                children.open_doors()
+                number = children.open_doors(signals)
+            if number is None:
                 for line in (*_describe(config, setup.model_name), *stages.lines(), f"ready: {url}/v1"):
                     say(line)
                 number = children.watch(signals)
@@ -96,20 +97,26 @@ class _Children:
 
     def wait_until_ready(self, signals: _Signals, stages: _Stages) -> int | None:
         """Return None when all are ready, or the number of a signal that came first. Raises WorkerError with a failed one's cause."""
-        while not all(worker.is_ready for worker in self._workers.values()):
-            number = self._handle_events(signals, stages)
-            if number is not None:
-                return number
-        return None
+        return self._handle_until(lambda: all(worker.is_ready for worker in self._workers.values()), signals, stages)
+
+    def open_doors(self, signals: _Signals) -> int | None:
+        """Let requests in. Returns and raises as `wait_until_ready`."""
+        api = self._workers["api"]
+        api.order(Order("open"))
+        return self._handle_until(lambda: api.is_open, signals, None)
 
     def watch(self, signals: _Signals) -> int:
         """Wait for a signal; returns its number. Raises WorkerError if a child dies."""
-        while (number := self._handle_events(signals, None)) is None:
-            pass
+        number = self._handle_until(lambda: False, signals, None)
+        assert number is not None
         return number
 
-    def open_doors(self) -> None:
-        self._workers["api"].order(Order("open"))
+    def _handle_until(self, is_done: Callable[[], bool], signals: _Signals, stages: _Stages | None) -> int | None:
+        """Handle events until `is_done` or a signal comes, whose number is returned."""
+        number = None
+        while number is None and not is_done():
+            number = self._handle_events(signals, stages)
+        return number
 
     def _handle_events(self, signals: _Signals, stages: _Stages | None) -> int | None:
         """Wait for something to happen; the number of a signal if that is what happened."""
@@ -135,6 +142,7 @@ class _Children:
                 self.failed = f"the {worker.name} process"
                 raise WorkerError(f"{self.failed} failed: {report.text}")
             worker.is_ready = True
+            worker.is_open = report.kind == "open"
             if stages is not None:
                 stages.end(f"{worker.name} ready" + (f" ({report.text})" if report.text else ""))
 

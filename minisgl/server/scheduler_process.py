@@ -23,7 +23,8 @@ def main(child: Child) -> None:
     scheduler.sync_all_ranks()
     limits = scheduler.engine.limits
     scheduler.send_result(BackendReadyMsg(max_seq_len=limits.max_seq_len, num_pool_tokens=limits.num_pool_tokens))
-    child.report("ready", f"KV pool: {limits.num_pages} pages of {limits.page_size} tokens, {limits.num_pool_tokens} tokens")
+    pool = f"{limits.num_pages} pages of {limits.page_size} tokens, {limits.num_pool_tokens} tokens"
+    child.report("ready", f"on {limits.device_type}; KV pool: {pool}")
     scheduler.run_forever()
 
 

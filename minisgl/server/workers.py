@@ -29,6 +29,8 @@ class Worker:
     def __init__(self, name: str, process: subprocess.Popen[bytes], report_fd: int) -> None:
         self.name = name
         self.is_ready = False
+        self.is_open = False
+        """It has let requests in, as ordered: the API only."""
         self._process = process
         self._report_fd = report_fd
         self._rest = b""

@@ -1,14 +1,16 @@
-"""One of several ranks: computes with the communicator and with cut layers, and writes what it got. Started by test_communicator.py.
+"""Several ranks: each computes with the communicator and with cut layers, and writes what it got. Started by test_communicator.py.
 
-    python -m tests.distributed.rank RANK SIZE DIRECTORY
+    python -m tests.distributed.rank SIZE DIRECTORY
 
-DIRECTORY holds `store` (made by the group), `model` (a checkpoint) and takes `RANK.pt`.
+DIRECTORY holds `models` (checkpoints) and takes `store` (made by the group) and a `RANK.pt` of each. The ranks are forks of this
+process, so that torch is imported once; it has started no thread by then.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from minisgl.attention import make_attention_backend
 from minisgl.core import Context
 from minisgl.distributed import Communicator, DistributedInfo, make_communicator
 from minisgl.engine.base import EngineLimits
 from minisgl.engine.engine import Engine
-from minisgl.attention import make_attention_backend
 from minisgl.kvcache.pool import make_kv_pool
 from minisgl.layers.attention import local_kv_heads
 from minisgl.layers.base import Spec
@@ -112,17 +114,32 @@ def compute(tp: DistributedInfo, group: Any, directory: Path) -> dict[str, torch
     return results
 
 
-def main() -> None:
-    rank, size, directory = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = dist.FileStore(str(directory / "store"), size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=60))
+def run_rank(tp: DistributedInfo, directory: Path) -> None:
+    store = dist.FileStore(str(directory / "store"), tp.size)
+    dist.init_process_group("gloo", store=store, rank=tp.rank, world_size=tp.size, timeout=timedelta(seconds=60))
     try:
-        torch.save(compute(DistributedInfo(rank, size), dist.group.WORLD, directory), directory / f"{rank}.pt")
+        torch.save(compute(tp, dist.group.WORLD, directory), directory / f"{tp.rank}.pt")
     finally:
         dist.destroy_process_group()
 
 
+def main() -> int:
+    size, directory = int(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    children = []
+    for rank in range(size):
+        child = os.fork()
+        if child == 0:
+            try:
+                run_rank(DistributedInfo(rank, size), directory)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        children.append(child)
+    return sum(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0 for child in children)
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -55,18 +55,9 @@ def directory(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ranks(directory):
     """What each of four processes computed, by name."""
-    command = [sys.executable, "-m", "tests.distributed.rank"]
-    children = [
-        subprocess.Popen([*command, str(rank), str(SIZE), str(directory)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
-        for rank in range(SIZE)
-    ]
-    try:
-        errors = [child.communicate(timeout=100)[1] for child in children]
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()
-    assert [child.returncode for child in children] == [0] * SIZE, "\n".join(errors)
+    command = [sys.executable, "-m", "tests.distributed.rank", str(SIZE), str(directory)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
     return [torch.load(directory / f"{rank}.pt") for rank in range(SIZE)]
 
 

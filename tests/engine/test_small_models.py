@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from pathlib import Path
+
 import pytest
 import torch
 
 from minisgl.errors import ModelFormatError
-from minisgl.models import registry
 from minisgl.models.config import parse_model_config
-from minisgl.models.registry import Architecture
+from minisgl.models.registry import ARCHITECTURES, Architecture
 from tests.models.small import (
     LLAMA,
     MOE,
@@ -19,7 +21,9 @@ from tests.models.small import (
     reference_model,
     save,
 )
+from tests.tools.markdown import code_blocks, table_rows
 
+ADDING_A_MODEL = Path(__file__).resolve().parents[2] / "docs" / "adding-a-model.md"
 TOLERANCE = 5e-5
 """Logits are of size 1 to 5; fp32 rounding is some 3e-6 here."""
 MISTRAL = LLAMA | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None}
@@ -103,14 +107,22 @@ def test_tied_embeddings_in_every_mix(tmp_path, flag, has_head):
     torch.testing.assert_close(our_logits(model_dir), reference_logits(model), rtol=0, atol=TOLERANCE * 10 if flag else TOLERANCE)
 
 
-def test_a_new_row_in_the_registry_serves_a_new_architecture(tmp_path, monkeypatch):
-    """What docs/adding-a-model.md says: an architecture that fits the common decoder is one row. Ministral's dense layers are Mistral's;
-    here the new name stands for a Qwen3 whose q, k and v are biased."""
+def test_the_row_that_the_documentation_adds_serves_a_new_architecture(tmp_path, monkeypatch):
+    """An architecture that fits the common decoder is one row; the page's is a Qwen3 with biases on q, k and v."""
     config = QWEN3 | {"architectures": ["NewForCausalLM"], "model_type": "new"}
     with pytest.raises(ModelFormatError, match="architecture NewForCausalLM is not supported"):
         parse_model_config(config)
-    monkeypatch.setitem(registry.ARCHITECTURES, "NewForCausalLM", Architecture("new", has_qk_norm=True, reads_attention_bias=True))
+    monkeypatch.setitem(ARCHITECTURES, "NewForCausalLM", None)  # so that it is taken out again
+    exec(code_blocks(ADDING_A_MODEL.read_text(encoding="utf-8"), "python")[0])
     model = reference_model(QWEN3 | {"attention_bias": True})
-    model_dir = save(model, config | {"attention_bias": True}, tmp_path / "m")
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.bias.data.zero_()
+    model_dir = save(model, config, tmp_path / "m")
+    edit_weights(model_dir, **{f"model__layers__{layer}__self_attn__o_proj__bias": None for layer in range(4)})
     torch.testing.assert_close(our_logits(model_dir), reference_logits(model), rtol=0, atol=TOLERANCE)
     assert parse_model_config({k: v for k, v in config.items() if k != "architectures"}).architecture == "NewForCausalLM"
+
+
+def test_the_documentation_lists_every_field_of_a_row():
+    rows = table_rows(ADDING_A_MODEL.read_text(encoding="utf-8"), "field")
+    assert {row[0].strip("`") for row in rows} == {field.name for field in fields(Architecture)}

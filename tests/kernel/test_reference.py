@@ -66,7 +66,9 @@ def test_silu_mul(noise, dtype):
     torch.testing.assert_close(reference.silu_mul(gate_up).double(), gate / (1 + (-gate).exp()) * up, rtol=0.02, atol=TYPES[dtype])
 
 
-@pytest.mark.parametrize("blocks", [[(0, 1003)], [(0, 502), (502, 1003)], [(0, 251), (251, 502), (502, 753), (753, 1003)], [(0, 1003), (1003, 1003)]])
+@pytest.mark.parametrize(
+    "blocks", [[(0, 1003)], [(0, 502), (502, 1003)], [(0, 251), (251, 502), (502, 753), (753, 1003)], [(0, 1003), (1003, 1003)]]
+)
 def test_vocab_embedding_blocks_add_up(noise, blocks):
     weight, ids = noise(1003, 8), torch.tensor([0, 1, 250, 251, 501, 502, 753, 1002])
     parts = [reference.vocab_embedding(ids, weight[first:end], first) for first, end in blocks]

@@ -1,4 +1,7 @@
-"""Small checkpoints and their logits, from transformers: for flags and sizes that the tiny models do not have. Called by tests of the engine's models."""
+"""Small checkpoints and their logits, from transformers: for flags and sizes that the tiny models do not have.
+
+Called by tests of loading and of the decoder.
+"""
 
 from __future__ import annotations
 

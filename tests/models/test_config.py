@@ -96,7 +96,7 @@ MOE_REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("keys", "message"), MOE_REFUSED, ids=lambda value: str(value))
+@pytest.mark.parametrize(("keys", "message"), MOE_REFUSED, ids=str)
 def test_moe_keys_refused(keys, message):
     with pytest.raises(ModelFormatError, match=message):
         parse_model_config(MOE | keys)

@@ -327,8 +327,16 @@ def test_an_uneven_cut_is_refused_with_the_numbers():
     [
         (LLAMA, 3, "4 attention heads cannot be split evenly over 3 ranks; choose another --tp"),
         (LLAMA | {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}, 2, "3 KV heads cannot be split evenly over 2 ranks"),
-        (LLAMA | {"num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 8}, 4, "3 KV heads over 4 ranks: .* multiple of the heads"),
-        (LLAMA | {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}, 9, "80 MLP columns cannot be split evenly over 9 ranks"),
+        (
+            LLAMA | {"num_attention_heads": 12, "num_key_value_heads": 3, "head_dim": 8},
+            4,
+            "3 KV heads over 4 ranks: .* multiple of the heads",
+        ),
+        (
+            LLAMA | {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8},
+            9,
+            "80 MLP columns cannot be split evenly over 9 ranks",
+        ),
         (MOE | {"moe_intermediate_size": 21}, 2, "21 expert columns cannot be split evenly over 2 ranks"),
     ],
 )

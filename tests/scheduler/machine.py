@@ -24,19 +24,23 @@ class Shape:
 
     limits: EngineLimits
     settings: dict[str, Any]
+    is_tight: bool = False
+    """Many requests of about a page that cross into the next one, and pages for few of them: they are retracted"""
 
 
 def draw_shape(random: Random) -> Shape:
     """Pools from two pages up, contexts shorter and longer than the pool, all kinds of budgets."""
     page_size = random.choice((1, 2, 16, 64))
-    num_pages = random.randint(2, random.choice((6, 12, 40 if page_size <= 2 else 12)))
+    is_tight = random.random() < 0.3
+    most_pages = random.choice((6, 12, 40 if page_size <= 2 else 12))
+    num_pages = random.randint(4, 8) if is_tight else random.randint(2, most_pages)
     num_tokens = num_pages * page_size
     is_overlapped = random.random() < 0.6
     limits = EngineLimits(
         num_pages=num_pages,
         page_size=page_size,
         max_seq_len=max(2, random.choice((num_tokens // 2, num_tokens - 1, num_tokens, 2 * num_tokens))),
-        max_running_req=random.randint(1, 6),
+        max_running_req=6 if is_tight else random.randint(1, 6),
         vocab_size=VOCAB_SIZE,
         end_ids=END_IDS,
         is_asynchronous=is_overlapped,
@@ -45,11 +49,11 @@ def draw_shape(random: Random) -> Shape:
     settings = {
         "overlap": is_overlapped,
         "cache_type": random.choice(("radix", "radix", "naive")),
-        "reserve_tokens": random.choice((1, 1, 1, 3, 20)),
+        "reserve_tokens": 1 if is_tight else random.choice((1, 1, 3, 20)),
         "max_extend_tokens": budget,
         "max_extend_tokens_beside_decode": random.choice((1, 5, budget)),
     }
-    return Shape(limits, settings)
+    return Shape(limits, settings, is_tight)
 
 
 class Workload:
@@ -72,6 +76,9 @@ class Workload:
 
     def add(self, random: Random) -> None:
         """A request: a new start, a start that others share, or what somebody else said so far and then some."""
+        if self.shape.is_tight:
+            self._add_of_a_page(random)
+            return
         limits, size = self.shape.limits, self.shape.limits.page_size
         most = min(limits.num_pool_tokens, limits.max_seq_len) - 1
         source = random.choice(self.scheduler.clients) if self.scheduler.clients and random.random() < 0.3 else None
@@ -90,6 +97,13 @@ class Workload:
         params["logprobs"] = 0 if random.random() < 0.1 else None
         params["prompt_logprobs"] = 0 if random.random() < 0.1 else None
         self.scheduler.add(prompt, self._uid(random), **params)
+
+    def _add_of_a_page(self, random: Random) -> None:
+        size = self.shape.limits.page_size
+        base = family(random.randrange(NUM_FAMILIES), size)
+        prompt = base[: random.choice((0, size))] or [random.randrange(VOCAB_SIZE) for _ in range(size)]
+        prompt = prompt[random.randint(0, 2) :] or [1]
+        self.scheduler.add(prompt, self._uid(random), max_tokens=random.randint(2, 9), ignore_eos=random.random() < 0.8)
 
     def _uid(self, random: Random) -> int:
         """Mostly a new one; sometimes one that was used, or is in use and thus will be refused."""
@@ -189,7 +203,7 @@ def run_seed(seed: int, **fixed: Any) -> Workload:
         shape = replace(shape, limits=replace(shape.limits, is_asynchronous=fixed["overlap"]))
     work = Workload(replace(shape, settings={**shape.settings, **fixed}))
     for _ in range(random.randint(1, 6)):
-        for _ in range(random.choice((0, 1, 1, 2, 3))):
+        for _ in range(random.choice((0, 1, 1, 2, 3)) + shape.is_tight):
             work.add(random)
         for _ in range(random.choice((0, 0, 0, 1, 2))):
             work.abort(random)

@@ -97,6 +97,12 @@ class LocalServer:
         """Ask in another thread: the scheduler's part is still to be played."""
         return self._threads.submit(self.chat, **body)
 
+    def hears_no_abort(self) -> bool:
+        """A new request is the very next thing that the scheduler hears."""
+        answer = self.start_chat()
+        self.scheduler.end(self.scheduler.hear_request().uid)
+        return answer.result(WAIT).status_code == 200
+
     def stream_chat(self, **body):
         """A context manager; entered when the headers have come."""
         return self.client.stream("POST", "/v1/chat/completions", json=chat_body(stream=True, **body))

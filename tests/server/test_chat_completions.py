@@ -299,12 +299,20 @@ def test_a_client_that_leaves_before_the_answer_aborts_it(server):
     assert server.scheduler.hear_abort() == request.uid
 
 
+def test_each_of_many_clients_that_leave_is_aborted_once(server):
+    with contextlib.ExitStack() as streams:
+        for _ in range(50):
+            streams.enter_context(server.stream_chat(max_tokens=4000))
+        uids = {server.scheduler.hear_request().uid for _ in range(50)}
+        for uid in uids:
+            server.scheduler.say(uid, "a")
+    assert {server.scheduler.hear_abort() for _ in range(50)} == uids
+    assert server.hears_no_abort()
+
+
 def test_an_answer_that_was_read_to_its_end_is_not_aborted(server):
     play_stream(server)
-    answer = server.start_chat()
-    request = server.scheduler.hear_request()  # the very next message: no abort came before it
-    server.scheduler.end(request.uid)
-    assert answer.result(WAIT).status_code == 200
+    assert server.hears_no_abort()
 
 
 @contextlib.contextmanager

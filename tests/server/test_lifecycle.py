@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
@@ -90,6 +91,8 @@ def test_a_server_says_what_it_is_and_answers(running):
         "finish_reason": "length",
     }
     assert httpx.get(f"{running.url}/health").status_code == 200
+    for name in ("api", "tokenizer"):
+        assert "libtorch" not in Path(f"/proc/{running.children[name]}/maps").read_text()
 
 
 @pytest.mark.parametrize("is_group", [False, True], ids=["to the launcher", "to the whole group"])

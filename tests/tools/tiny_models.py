@@ -18,7 +18,7 @@ from pathlib import Path
 NAMES = ("llama", "qwen2", "qwen3", "qwen3-moe", "mistral")
 MAKE_TINY = Path(__file__).with_name("make_tiny.py")
 SEEDS = {"llama": 2, "qwen2": 2, "qwen3": 2, "qwen3-moe": 3, "mistral": 2}
-"""Seeds tried per model. The first two of qwen3-moe run into ids beyond the tokenizer, which transformers samples and minisgl never does."""
+"""Seeds tried per model. With the first two qwen3-moe says ids beyond the tokenizer, which transformers samples and minisgl never does."""
 BUILD_TIMEOUT = 600
 """Seconds; one model takes about 18 on an idle core."""
 
