@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from platform import python_version
+from typing import cast
 
 import numpy as np
 from prefix_cache import hardware
@@ -85,9 +86,10 @@ class Sink(Scheduler):
         return inbox
 
     def offline_send_result(self, reply: BaseTokenizerMsg) -> None:
-        for message in reply.data if isinstance(reply, BatchTokenizerMsg) else [reply]:
-            self.num_tokens += 1
-            self.num_ended += isinstance(message, DetokenizeMsg) and message.finished
+        assert isinstance(reply, BatchTokenizerMsg)
+        messages = cast("list[DetokenizeMsg]", reply.data)
+        self.num_tokens += len(messages)
+        self.num_ended += sum([message.finished for message in messages])
 
 
 def measure_decode(num_running: int, page_size: int, num_steps: int) -> dict[str, float]:

@@ -229,6 +229,8 @@ class Req:
     """How often it gave its pages back to others and started again."""
     cache_handle: Any = None
     """What keeps this request's shared prefix locked in the prefix cache."""
+    cache_salt: str | None = None
+    """Cached prefixes are shared only within one salt."""
     end_ids: frozenset[int] = frozenset()
     """Token ids that end this request besides the model's own."""
 

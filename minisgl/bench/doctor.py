@@ -136,21 +136,16 @@ def _why_not(name: str, device: torch.device) -> str | None:
 
 def plan_model(config: EngineConfig) -> ModelPlan:
     """What the engine would decide for `config` now, without loading weights. Raises ConfigError and ModelFormatError like the engine."""
-    import torch
 
-    from minisgl.engine.engine import DEFAULT_PAGE_SIZE
+    from minisgl.engine.engine import DEFAULT_PAGE_SIZE, choose_device, choose_dtype, choose_max_seq_len
     from minisgl.engine.memory import available_bytes, plan_memory
     from minisgl.kvcache.pool import bytes_per_page
     from minisgl.models.config import load_model_config
     from minisgl.models.resolve import resolve_model
 
     model = load_model_config(resolve_model(config.model_path))
-    has_cuda = torch.cuda.is_available()
-    if config.device == "cuda" and not has_cuda:
-        raise ConfigError("--device cuda: torch finds no CUDA device here; use --device cpu or install a CUDA build of torch")
-    device = torch.device("cuda" if has_cuda and config.device != "cpu" else "cpu")
-    automatic = "float32" if device.type == "cpu" else model.dtype
-    dtype: torch.dtype = getattr(torch, automatic if config.dtype == "auto" else config.dtype)
+    device = choose_device(config)
+    dtype = choose_dtype(config, model, device)
     page_size = config.page_size or DEFAULT_PAGE_SIZE[device.type]
     weight_bytes, available = _weight_bytes(model, dtype), available_bytes(device)
     attention = model.attention
@@ -169,7 +164,7 @@ def plan_model(config: EngineConfig) -> ModelPlan:
         available_bytes=available,
         page_size=page_size,
         num_pages=num_pages,
-        max_seq_len=config.max_seq_len or model.context_len,
+        max_seq_len=choose_max_seq_len(config, model),
         problem=problem,
     )
 

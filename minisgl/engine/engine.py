@@ -36,7 +36,7 @@ from minisgl.models.weights import fill_dummy, load_weights
 from minisgl.tokenizer.loader import load_ids
 from minisgl.utils import make_private_directory
 
-__all__ = ["Engine", "make_engine"]
+__all__ = ["Engine", "choose_device", "choose_dtype", "choose_max_seq_len", "make_engine"]
 
 logger = logging.getLogger(__name__)
 
@@ -161,10 +161,10 @@ def make_engine(config: EngineConfig, rendezvous: Path | None = None, *, log: Ca
     """
     model_dir = resolve_model(config.model_path)
     model_config = load_model_config(model_dir)
-    device = _device(config)
+    device = choose_device(config)
     page_size = config.page_size or DEFAULT_PAGE_SIZE[device.type]
-    max_seq_len = _max_seq_len(config, model_config)
-    dtype = _dtype(config, model_config, device)
+    max_seq_len = choose_max_seq_len(config, model_config)
+    dtype = choose_dtype(config, model_config, device)
     available = available_bytes(device)
     model = _load_model(config, model_config, model_dir, Spec(dtype, device, config.tp_info))
     groups = _join(config, rendezvous, device)
@@ -228,7 +228,8 @@ def _num_bytes(model: CausalLM) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
 
 
-def _device(config: EngineConfig) -> torch.device:
+def choose_device(config: EngineConfig) -> torch.device:
+    """The device that `config` means on this machine. Raises ConfigError if it names one that is not there."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no CUDA device here; use --device cpu or install a CUDA build of torch")
     if config.device == "auto":
@@ -236,7 +237,8 @@ def _device(config: EngineConfig) -> torch.device:
     return torch.device(config.device)
 
 
-def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
+def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:
+    """The type of weights, K/V and activations."""
     name = config.dtype
     if name == "auto":
         name = "float32" if device.type == "cpu" else model.dtype
@@ -244,7 +246,7 @@ def _dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> to
     return dtype
 
 
-def _max_seq_len(config: EngineConfig, model: ModelConfig) -> int:
+def choose_max_seq_len(config: EngineConfig, model: ModelConfig) -> int:
     """Tokens of the longest sequence. Refuses lengths at which the model would use what we do not compute."""
     longest = config.max_seq_len or model.context_len
     if longest > model.context_len:

@@ -24,6 +24,8 @@ class UserMsg(BaseBackendMsg):
     uid: int
     input_ids: TokenIds
     sampling_params: SamplingParams
+    cache_salt: str | None = None
+    """Prompts share cached prefixes only with prompts of the same salt: keeps tenants apart."""
 
 
 class AbortBackendMsg(BaseBackendMsg):

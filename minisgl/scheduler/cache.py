@@ -66,7 +66,7 @@ class CacheManager:
         end = req.host_len - 1
         if req.sampling_params.prompt_logprobs is not None:
             end = min(end, req.num_scored)  # what is cached is not computed, and has no logits
-        handle = self._prefix_cache.match(req.tokens[:end])
+        handle = self._prefix_cache.match(req.tokens[:end], req.cache_salt)
         self._prefix_cache.lock(handle)
         req.cache_handle = handle
         req.lengths[CACHED] = handle.num_tokens
@@ -98,7 +98,7 @@ class CacheManager:
         if num_pages <= req.cache_handle.num_pages:
             return
         pages = table.pages[req.slot, :num_pages]
-        result = self._prefix_cache.insert(req.tokens[: num_pages * page_size], pages)
+        result = self._prefix_cache.insert(req.tokens[: num_pages * page_size], pages, req.cache_salt)
         self._prefix_cache.lock(result.handle)
         self._prefix_cache.unlock(req.cache_handle)
         req.cache_handle = result.handle

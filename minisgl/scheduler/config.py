@@ -35,6 +35,8 @@ class SchedulerConfig(EngineConfig):
     """One of CACHE_TYPES. "radix" shares the pages of equal prefixes, "naive" reuses none."""
     overlap: bool | None = None
     """Plan a step while the one before it runs; None does so where the device computes asynchronously."""
+    raise_integrity_errors: bool = False
+    """Stop when the check of the page ledger while idle finds an error (for tests); otherwise it is logged and counted."""
     offline_mode: bool = False
     """Requests come from and replies go to methods of the scheduler's subclass, not sockets. One rank only."""
     backend_create_detokenizer_link: bool = True
@@ -50,6 +52,7 @@ class SchedulerConfig(EngineConfig):
         if self.overlap is not None:
             check_flag("overlap", self.overlap, "--overlap")
         check_choice("cache_type", self.cache_type, CACHE_TYPES, "--cache-type")
+        check_flag("raise_integrity_errors", self.raise_integrity_errors, "raise_integrity_errors")
         check_flag("offline_mode", self.offline_mode, "offline_mode")
         check_flag("backend_create_detokenizer_link", self.backend_create_detokenizer_link, "backend_create_detokenizer_link")
         check_text("_unique_suffix", self._unique_suffix, "_unique_suffix")

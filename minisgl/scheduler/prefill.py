@@ -6,7 +6,7 @@ Knows the table and the page ledger, no device and no messages.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterator
 
 import numpy as np
@@ -26,7 +26,8 @@ class PrefillManager:
         self._table = table
         self._cache = cache
         self._reserve_tokens = reserve_tokens
-        self.waiting: deque[Req] = deque()
+        self.waiting: OrderedDict[Req, None] = OrderedDict()
+        """in the order of their admission; any of them can leave in O(1)"""
         self.prefilling: list[Req] = []
         """in the order of their admission"""
         self._refused: tuple[Req, int, int] | None = None
@@ -38,18 +39,18 @@ class PrefillManager:
 
     def add(self, req: Req) -> None:
         """A new request, to the end of the queue."""
-        self.waiting.append(req)
+        self.waiting[req] = None
 
     def put_back(self, req: Req) -> None:
         """A retracted request, to the head of the queue."""
-        self.waiting.appendleft(req)
+        self.waiting[req] = None
+        self.waiting.move_to_end(req, last=False)
 
     def remove(self, req: Req) -> None:
         """Forget a request, wherever it stands here."""
+        self.waiting.pop(req, None)
         if req in self.prefilling:
             self.prefilling.remove(req)
-        elif req in self.waiting:
-            self.waiting.remove(req)
 
     def schedule(self, budget: int) -> list[tuple[Req, int]]:
         """(request, new tokens) of the next prefill step, at most `budget` tokens together, pages allocated; empty if nothing fits."""
@@ -85,7 +86,7 @@ class PrefillManager:
         table, cache = self._table, self._cache
         if not self.waiting or not table.num_free_slots:
             return None
-        req = self.waiting[0]
+        req = next(iter(self.waiting))
         attempt = (req, cache.generation, table.num_free_slots)
         if self._refused == attempt:
             return None
@@ -100,7 +101,7 @@ class PrefillManager:
             table.return_slot(req)
             self._refused = attempt
             return None
-        self.waiting.popleft()
+        del self.waiting[req]
         states.admit(req)
         self.prefilling.append(req)
         if req.num_retractions == 0:

@@ -72,6 +72,10 @@ class Scheduler(SchedulerIOMixin):
         self._last_read = -1
         """the last step whose results have been handled"""
         self.num_retractions = 0
+        self.num_integrity_errors = 0
+        """found by the check when idle"""
+        self._checked_generation = 0
+        self._raises_integrity_errors = config.raise_integrity_errors
         self._was_prefill = False
         self._is_exiting = False
         super().__init__(config, engine.cpu_group)
@@ -116,8 +120,17 @@ class Scheduler(SchedulerIOMixin):
         self.engine.close()
 
     def run_when_idle(self) -> None:
-        """Check the whole ledger. Raises IntegrityError: serving on with a wrong ledger would hand out wrong text."""
-        self.check_integrity()
+        """Check the whole ledger, unless nothing has changed since. What is wrong is logged and counted, and raised if so configured."""
+        if self._cache.generation == self._checked_generation:
+            return
+        self._checked_generation = self._cache.generation
+        try:
+            self.check_integrity()
+        except IntegrityError as error:
+            self.num_integrity_errors += 1
+            logger.error("the page ledger is wrong (error %d since the start): %s", self.num_integrity_errors, error)
+            if self._raises_integrity_errors:
+                raise
 
     def check_integrity(self) -> None:
         """free + cached + held == total, no page in two places, every length in order. Raises IntegrityError."""
@@ -155,6 +168,7 @@ class Scheduler(SchedulerIOMixin):
             return
         end_ids = frozenset(message.sampling_params.stop_token_ids)
         req = Req.from_prompt(message.uid, prompt, message.sampling_params, max_device_len, end_ids)
+        req.cache_salt = message.cache_salt
         self._reqs[req.uid] = req
         self._prefill.add(req)
 
@@ -262,11 +276,19 @@ class Scheduler(SchedulerIOMixin):
         logprobs = launched.handle.read_logprobs() if launched.has_logprobs else StepLogprobs((), ())
         scores = self._prompt_scores(launched, logprobs.prompt) if logprobs.prompt else []
         replies = self._append_tokens(launched.rows.sampled_slots, tokens, logprobs.sampled) if len(tokens) else []
+        if not launched.batch.is_decode:
+            self._note_cached_tokens(replies)
         if self._ended:
             self._release_ended()
         self._cache.collect(self._last_read)
         if scores or replies:
             self.send_result(BatchTokenizerMsg(data=[*scores, *replies]))
+
+    def _note_cached_tokens(self, replies: list[DetokenizeMsg]) -> None:
+        """Tell with a request's first token how much of its prompt was cached: a stop string may end it elsewhere, with no word from here."""
+        for reply in replies:
+            if not reply.finished:
+                reply.num_cached_tokens = self._reqs[reply.uid].num_cached_tokens
 
     def _prompt_scores(self, launched: Launched, logprobs: tuple[TokenLogprobs, ...]) -> list[PromptLogprobsMsg]:
         """One message per live row with the log probabilities of its chunk's prompt tokens."""

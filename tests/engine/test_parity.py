@@ -111,7 +111,7 @@ def test_bf16_stays_near_the_reference(model_dir, expected):
     assert min(float(error.median()) for error in errors) > 100 * expected.noise, "this was not bf16"
 
 
-@pytest.mark.parametrize("budget", [1, 7, 64, 8192])
+@pytest.mark.parametrize("budget", [7, 64])
 def test_through_the_scheduler(model_dir, expected, budget):
     prompts = expected.prompts if budget > 7 else expected.prompts[:3]
     with LLM(model_path=str(model_dir), device="cpu", num_pages=128, max_extend_tokens=budget, max_running_req=8) as llm:

@@ -202,6 +202,20 @@ def test_the_models_end_id_ends_unless_it_is_ignored(llm):
     assert len(llm.generate([1, 2, 3], shown)[0].text) > 0
 
 
+def test_end_ids_are_those_of_all_the_models_files(tiny_models, tmp_path):
+    model_dir = tmp_path / "model"
+    shutil.copytree(tiny_models("llama"), model_dir)
+    for name, value in (("config.json", 88), ("generation_config.json", [77, 66])):
+        settings = json.loads((model_dir / name).read_text(encoding="utf-8"))
+        (model_dir / name).write_text(json.dumps(settings | {"eos_token_id": value}), encoding="utf-8")
+    with LLM(model_dir, num_pages=16, max_running_req=4) as llm:
+        (of_the_tokenizer,) = llm.scheduler.engine.limits.end_ids - {88, 77, 66}
+        assert {of_the_tokenizer} | {88, 77, 66} == llm.tokenizer.eos_token_ids
+        for end_id in (88, 77, 66, of_the_tokenizer):
+            result = llm.generate([1, 2, 3], SamplingParams(max_tokens=3, logit_bias={end_id: 100.0}))[0]
+            assert (result.token_ids, result.finish_reason, result.text) == ([end_id], "stop", "")
+
+
 # ---- streams ------------------------------------------------------------------------------------------------------------------------
 
 

@@ -25,9 +25,9 @@ REQUESTS = [
     (ids(37, 2), params(temperature=1.2, seed=42, top_k=50, frequency_penalty=0.5, repetition_penalty=1.3)),
     (ids(48, 3), params(temperature=1.0, seed=2**64 - 1, top_p=0.9, min_p=0.01, presence_penalty=1.0, logit_bias={5: 4.0})),
     (ids(33, 4), params()),
-    (ids(21, 5), params(repetition_penalty=1.5, frequency_penalty=0.3, min_tokens=3)),
+    (ids(21, 5), params(frequency_penalty=-2.0, presence_penalty=-2.0, min_tokens=3)),
 ]
-"""Seeded, penalised and greedy ones."""
+"""Seeded, penalised and greedy ones; the last likes to repeat itself, so that a lost count shows."""
 
 
 def run(llm, *, load: int = 0) -> list[list[int]]:
@@ -80,10 +80,23 @@ def test_with_other_settings(settings, make_llm, solo):
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_after_retractions(overlap, make_llm, solo):
-    """A pool of 80 tokens, and room is kept for one token of output only: penalty counts are built anew in the middle of an output."""
+    """A pool of 80 tokens, and room is kept for one token of output only."""
     llm = make_llm(num_pages=20, page_size=4, reserve_tokens=1, overlap=overlap)
     assert run(llm, load=2) == solo
     assert llm.scheduler.num_retractions >= 3
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_was_said_counts_after_a_retraction(overlap, llm, make_llm):
+    """The younger request yields in the middle of an output that lives from what it has said."""
+    older = (ids(20, 6), SamplingParams(ignore_eos=True, max_tokens=40))
+    younger = (ids(8, 7), SamplingParams(ignore_eos=True, max_tokens=40, frequency_penalty=-2.0, presence_penalty=-2.0))
+    alone = [llm.generate(*request)[0].token_ids for request in (older, younger)]
+    assert len(set(alone[1])) < 25, "it is to repeat itself"
+    small = make_llm(num_pages=20, page_size=4, reserve_tokens=1, overlap=overlap)
+    results = small.generate(*zip(older, younger, strict=True))
+    assert small.scheduler.num_retractions >= 1
+    assert [result.token_ids for result in results] == alone
 
 
 @pytest.mark.slow

@@ -421,7 +421,7 @@ print(json.dumps({"model": size, "streamed": streamed, "twice": peak_of(copy_twi
 def test_at_most_one_tensor_is_in_memory_beside_the_model(tmp_path):
     """Anonymous memory: pages of the mapped file are the kernel's cache, shared by the ranks and given up when memory is short."""
     config = LLAMA | {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 16}
-    config |= {"num_hidden_layers": 3}
+    config |= {"num_hidden_layers": 2}
     tensors = {name: tensor.bfloat16() for name, tensor in checkpoint(config).items()}
     largest = max(tensor.nbytes for tensor in tensors.values())
     write_sharded(tmp_path / "m", tensors, config)

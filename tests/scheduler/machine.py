@@ -45,7 +45,7 @@ def draw_shape(random: Random) -> Shape:
         end_ids=END_IDS,
         is_asynchronous=is_overlapped,
     )
-    budget = max(random.choice((1, 2, 3, 7, 16, 40, 200)), num_tokens // 16)
+    budget = max(random.choice((1, 2, 3, 7, 16, 40, 200)), num_tokens // 10)
     settings = {
         "overlap": is_overlapped,
         "cache_type": random.choice(("radix", "radix", "naive")),
@@ -108,9 +108,11 @@ class Workload:
     def _uid(self, random: Random) -> int:
         """Mostly a new one; sometimes one that was used, or is in use and thus will be refused."""
         if self.scheduler.clients and random.random() < 0.1:
-            return random.choice(self.scheduler.clients).uid
+            uid = random.choice(self.scheduler.clients).uid
+            if uid not in [client.uid for _, client in self.scheduler.inbox if client is not None]:
+                return uid
         self._num_uids += 1
-        return self._num_uids * (1 if random.random() < 0.9 else 7)
+        return self._num_uids + (0 if random.random() < 0.9 else 1000)
 
     def abort(self, random: Random) -> None:
         if self.scheduler.clients:
@@ -191,8 +193,7 @@ class Workload:
 
 def family(index: int, num_tokens: int) -> list[int]:
     """The same tokens for the same index."""
-    random = Random(index)
-    return [random.randrange(VOCAB_SIZE) for _ in range(num_tokens)]
+    return Random(index).choices(range(VOCAB_SIZE), k=num_tokens)
 
 
 def run_seed(seed: int, **fixed: Any) -> Workload:
@@ -202,7 +203,7 @@ def run_seed(seed: int, **fixed: Any) -> Workload:
     if "overlap" in fixed:
         shape = replace(shape, limits=replace(shape.limits, is_asynchronous=fixed["overlap"]))
     work = Workload(replace(shape, settings={**shape.settings, **fixed}))
-    for _ in range(random.randint(1, 6)):
+    for _ in range(random.randint(1, 5)):
         for _ in range(random.choice((0, 1, 1, 2, 3)) + shape.is_tight):
             work.add(random)
         for _ in range(random.choice((0, 0, 0, 1, 2))):

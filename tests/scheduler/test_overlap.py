@@ -42,11 +42,9 @@ def test_an_asynchronous_engine_overlaps_unless_told_otherwise() -> None:
 
 
 def test_the_environment_gives_the_plain_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    overlapped = run_steady(overlap=True, is_asynchronous=True)
     monkeypatch.setenv("MINISGL_DISABLE_OVERLAP_SCHEDULING", "1")
     plain = run_steady(overlap=True, is_asynchronous=True)
     assert plain.events == [(name, step) for step in range(len(plain.batches)) for name in ("submit", "read")]
-    assert len(plain.batches) == len(overlapped.batches), "the same steps in another order"
 
 
 @pytest.mark.parametrize(("is_overlapped", "num_rows"), [(True, 4), (False, 3)])
