@@ -48,7 +48,8 @@ def run_rank(rank: int, suffix: str, rendezvous: str) -> None:
     uids: list[int] = []
     while len(uids) < NUM_MESSAGES:
         uids += [message.uid for message in listener.receive_msg(blocking=not uids) if isinstance(message, UserMsg)]
-    print(f"the uid sequence rank {rank} received: {uids}", flush=True)
+    # The line and its end in one write: the ranks share the terminal.
+    print(f"the uid sequence rank {rank} received: {uids}\n", end="", flush=True)
     listener.sync_all_ranks()
     listener.close()
     dist.destroy_process_group()
@@ -83,3 +84,4 @@ if __name__ == "__main__":
     if len(sys.argv) == 1:
         sys.exit(main())
     run_rank(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    os._exit(0)  # all is closed; the ordinary exit of a process that had gloo threads aborts now and then

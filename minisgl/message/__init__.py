@@ -7,14 +7,17 @@ user sends can choose a message type: free-form values stay dicts, lists and str
 torch is imported only when a message that carries a tensor is decoded.
 """
 
-from minisgl.message.backend import AbortBackendMsg, BaseBackendMsg, BatchBackendMsg, ExitMsg, UserMsg
-from minisgl.message.frontend import BaseFrontendMsg, BatchFrontendMsg, ReplyKind, UserReply
+from minisgl.message.backend import AbortBackendMsg, BaseBackendMsg, BatchBackendMsg, ExitMsg, FlushBackendMsg, UserMsg
+from minisgl.message.frontend import BaseFrontendMsg, BatchFrontendMsg, ReplyKind, TokenScore, UserReply
 from minisgl.message.tokenizer import (
     AbortMsg,
     BackendReadyMsg,
     BaseTokenizerMsg,
     BatchTokenizerMsg,
+    CacheFlushedMsg,
+    DecodeMsg,
     DetokenizeMsg,
+    FlushCacheMsg,
     PromptLogprobsMsg,
     TokenizeMsg,
 )
@@ -29,10 +32,15 @@ __all__ = [
     "BatchBackendMsg",
     "BatchFrontendMsg",
     "BatchTokenizerMsg",
+    "CacheFlushedMsg",
+    "DecodeMsg",
     "DetokenizeMsg",
     "ExitMsg",
+    "FlushBackendMsg",
+    "FlushCacheMsg",
     "PromptLogprobsMsg",
     "ReplyKind",
+    "TokenScore",
     "TokenizeMsg",
     "UserMsg",
     "UserReply",

@@ -27,9 +27,19 @@ class UserMsg(BaseBackendMsg):
     cache_salt: str | None = None
     """Prompts share cached prefixes only with prompts of the same salt: keeps tenants apart."""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.input_ids, TokenIds):
+            raise TypeError(f"input_ids: {type(self.input_ids).__name__} found; an int32 torch tensor or numpy array is wanted")
+
 
 class AbortBackendMsg(BaseBackendMsg):
     """Stop computing for `uid` and release what it holds. No reply; an unknown uid is not an error."""
+
+    uid: int
+
+
+class FlushBackendMsg(BaseBackendMsg):
+    """Empty the prefix cache if no request runs; answered by `CacheFlushedMsg(uid)`."""
 
     uid: int
 
@@ -41,9 +51,9 @@ class ExitMsg(BaseBackendMsg):
 class BatchBackendMsg(BaseBackendMsg):
     """Several messages in one frame, handled in order."""
 
-    data: list[Union[UserMsg, AbortBackendMsg, ExitMsg]]
+    data: list[Union[UserMsg, AbortBackendMsg, FlushBackendMsg, ExitMsg]]
 
 
-_encode, _decode = make_codec(Union[UserMsg, AbortBackendMsg, ExitMsg, BatchBackendMsg])
+_encode, _decode = make_codec(Union[UserMsg, AbortBackendMsg, FlushBackendMsg, ExitMsg, BatchBackendMsg])
 BaseBackendMsg.encoder = staticmethod(_encode)
 BaseBackendMsg.decoder = staticmethod(_decode)

@@ -13,6 +13,19 @@ from minisgl.message.codec import make_codec
 ReplyKind = Literal["accepted", "rejected", "delta", "final"]
 
 
+class TokenScore(msgspec.Struct, array_like=True):
+    """Log probabilities at one position, with what is needed to show them; None stands for one that is not finite."""
+
+    token_id: int
+    data: bytes
+    """what the token adds to a text; part of a character perhaps"""
+    logprob: float | None
+    offset: int = 0
+    """characters of the text before it"""
+    top: list[tuple[int, bytes, float | None]] = []
+    """the likeliest tokens, likeliest first: id, bytes, log probability"""
+
+
 class BaseFrontendMsg(msgspec.Struct, tag=True):
     """Base of all messages to the API."""
 
@@ -26,7 +39,13 @@ class UserReply(BaseFrontendMsg):
     uid: int
     kind: ReplyKind
     text: str = ""
-    """`delta`, `final`: text that is safe to show and was not shown before."""
+    """`delta`, `final`: text that is safe to show and was not shown before. `accepted`: the prompt's, if it is to be echoed"""
+    token_ids: list[int] = []
+    """`delta`, `final`, if asked for: tokens sampled since the last reply, or the ids of a text that was only to be tokenized"""
+    scores: list[TokenScore] = []
+    """of the tokens whose text is shown, if asked for; an end id has none. With `accepted`: the first token of an echoed prompt"""
+    prompt_scores: list[TokenScore] = []
+    """`delta`: of prompt tokens that are not echoed, the first one left out, if asked for"""
     num_prompt_tokens: int = 0
     """`accepted`, `final`"""
     num_completion_tokens: int = 0

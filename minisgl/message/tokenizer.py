@@ -22,6 +22,7 @@ class TokenizeMsg(BaseTokenizerMsg):
     """A new request from the API. Exactly one of `text`, `input_ids`, `messages` is given."""
 
     uid: int
+    """With `n` choices, the first of n uids that follow each other; each is a request of its own to the scheduler."""
     sampling_params: SamplingParams
     text: str | None = None
     """A plain prompt; special tokens are added as the tokenizer says."""
@@ -31,6 +32,39 @@ class TokenizeMsg(BaseTokenizerMsg):
     """A chat, each message with `role` and `content`; rendered by the model's chat template."""
     chat_template_kwargs: dict[str, Any] = {}
     """Further variables for the chat template."""
+    allow_control_tokens: bool = False
+    """`messages`: the spelling of a control token in them becomes that token; otherwise it stays text."""
+    add_special_tokens: bool = True
+    """`text`: False leaves out those that the tokenizer puts around a text."""
+    cache_salt: str | None = None
+    """Cached prefixes are shared only within one salt."""
+    echo: bool = False
+    """Show the prompt before the output."""
+    wants_token_ids: bool = False
+    """Replies carry the sampled ids too."""
+    only_ids: bool = False
+    """Nothing is to be generated: the prompt's ids are the answer."""
+
+
+class DecodeMsg(BaseTokenizerMsg):
+    """The API wants the text of some ids; the answer is one `final` reply, or `rejected`."""
+
+    uid: int
+    input_ids: list[int]
+    skip_special_tokens: bool = False
+
+
+class FlushCacheMsg(BaseTokenizerMsg):
+    """The API wants the prefix cache emptied; handed on to the scheduler. The answer is one `final` reply, or `rejected`."""
+
+    uid: int
+
+
+class CacheFlushedMsg(BaseTokenizerMsg):
+    """The scheduler's answer: the prefix cache is empty, or is not because `num_running` requests run."""
+
+    uid: int
+    num_running: int
 
 
 class DetokenizeMsg(BaseTokenizerMsg):
@@ -66,17 +100,22 @@ class BackendReadyMsg(BaseTokenizerMsg):
 
 
 class AbortMsg(BaseTokenizerMsg):
-    """The API's client of `uid` is gone."""
+    """The API's client of `uid` is gone, or wants the request to end now."""
 
     uid: int
+    wants_ending: bool = False
+    """Somebody still reads: the request ends with a reply."""
+
+
+_SingleMsg = Union[TokenizeMsg, DetokenizeMsg, PromptLogprobsMsg, BackendReadyMsg, AbortMsg, DecodeMsg, FlushCacheMsg, CacheFlushedMsg]
 
 
 class BatchTokenizerMsg(BaseTokenizerMsg):
     """Several messages in one frame, handled in order: all tokens of one step travel together."""
 
-    data: list[Union[TokenizeMsg, DetokenizeMsg, PromptLogprobsMsg, BackendReadyMsg, AbortMsg]]
+    data: list[_SingleMsg]
 
 
-_encode, _decode = make_codec(Union[TokenizeMsg, DetokenizeMsg, PromptLogprobsMsg, BackendReadyMsg, AbortMsg, BatchTokenizerMsg])
+_encode, _decode = make_codec(Union[_SingleMsg, BatchTokenizerMsg])
 BaseTokenizerMsg.encoder = staticmethod(_encode)
 BaseTokenizerMsg.decoder = staticmethod(_decode)

@@ -27,7 +27,7 @@ class PrefillManager:
         self._cache = cache
         self._reserve_tokens = reserve_tokens
         self.waiting: OrderedDict[Req, None] = OrderedDict()
-        """in the order of their admission; any of them can leave in O(1)"""
+        """in the order in which they are admitted; an aborted one leaves in O(1)"""
         self.prefilling: list[Req] = []
         """in the order of their admission"""
         self._refused: tuple[Req, int, int] | None = None

@@ -19,8 +19,10 @@ from minisgl.message import (
     AbortBackendMsg,
     BaseBackendMsg,
     BatchTokenizerMsg,
+    CacheFlushedMsg,
     DetokenizeMsg,
     ExitMsg,
+    FlushBackendMsg,
     PromptLogprobsMsg,
     UserMsg,
 )
@@ -150,6 +152,8 @@ class Scheduler(SchedulerIOMixin):
             req = self._reqs.get(message.uid)
             if req is not None:
                 self._end(req, "abort")
+        elif isinstance(message, FlushBackendMsg):
+            self._flush_cache(message.uid)
         elif isinstance(message, ExitMsg):
             self._is_exiting = True
         else:
@@ -188,11 +192,22 @@ class Scheduler(SchedulerIOMixin):
         wanted = message.sampling_params.max_tokens
         return most if wanted is None else min(most, len(prompt) + wanted)
 
-    def _leave(self) -> None:
-        """Handle what is in flight, end every request, and answer for each."""
+    def _flush_cache(self, uid: int) -> None:
+        """Empty the prefix cache, unless requests run. A step in flight that only ended ones are part of is handled first."""
+        num_running = len(self._reqs)
+        if not num_running:
+            self._finish_in_flight()
+            self.reset_prefix_cache()
+        self.send_result(CacheFlushedMsg(uid, num_running))
+
+    def _finish_in_flight(self) -> None:
         if self._in_flight is not None:
             launched, self._in_flight = self._in_flight, None
             self._commit(launched)
+
+    def _leave(self) -> None:
+        """Handle what is in flight, end every request, and answer for each."""
+        self._finish_in_flight()
         for req in tuple(self._reqs.values()):
             self._end(req, "abort")
             self.send_result(_ending(req.uid, "abort", req, error="the server is shutting down"))
@@ -276,7 +291,7 @@ class Scheduler(SchedulerIOMixin):
         logprobs = launched.handle.read_logprobs() if launched.has_logprobs else StepLogprobs((), ())
         scores = self._prompt_scores(launched, logprobs.prompt) if logprobs.prompt else []
         replies = self._append_tokens(launched.rows.sampled_slots, tokens, logprobs.sampled) if len(tokens) else []
-        if not launched.batch.is_decode:
+        if not launched.rows.is_decode:
             self._note_cached_tokens(replies)
         if self._ended:
             self._release_ended()
@@ -285,7 +300,7 @@ class Scheduler(SchedulerIOMixin):
             self.send_result(BatchTokenizerMsg(data=[*scores, *replies]))
 
     def _note_cached_tokens(self, replies: list[DetokenizeMsg]) -> None:
-        """Tell with a request's first token how much of its prompt was cached: a stop string may end it elsewhere, with no word from here."""
+        """Tell with a request's first token how much of its prompt was cached: a stop string may end it elsewhere, unheard here."""
         for reply in replies:
             if not reply.finished:
                 reply.num_cached_tokens = self._reqs[reply.uid].num_cached_tokens

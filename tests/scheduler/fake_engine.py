@@ -233,6 +233,8 @@ class Client:
     """of prompt and output, in the order of their arrival"""
     ending: DetokenizeMsg | None = None
     is_aborted: bool = False
+    num_cached_tokens: int | None = None
+    """as told with the first token"""
 
     @property
     def is_open(self) -> bool:
@@ -254,11 +256,12 @@ class FakeScheduler(Scheduler):
         self._num_added = 0
         super().__init__(SchedulerConfig(model_path="unused", offline_mode=True, **settings), engine)
 
-    def add(self, prompt: Sequence[int], uid: int | None = None, **params: Any) -> Client:
+    def add(self, prompt: Sequence[int], uid: int | None = None, salt: str | None = None, **params: Any) -> Client:
         """Send a request; it is heard in the next turn."""
         client = Client(self._num_added if uid is None else uid, list(prompt), SamplingParams(**params))
         self._num_added += 1
-        self.inbox.append((UserMsg(client.uid, np.array(client.prompt, dtype=np.int32), client.params), client))
+        message = UserMsg(client.uid, np.array(client.prompt, dtype=np.int32), client.params, cache_salt=salt)
+        self.inbox.append((message, client))
         return client
 
     def abort(self, client: Client) -> None:
@@ -298,6 +301,8 @@ class FakeScheduler(Scheduler):
                 client.scores += message.logprobs
                 continue
             client.scores += [message.logprobs] if message.logprobs is not None else []
+            if client.num_cached_tokens is None:
+                client.num_cached_tokens = message.num_cached_tokens
             client.tokens += [message.next_token] if message.next_token is not None else []
             assert message.finished == (message.finish_reason is not None)
             if message.finished:

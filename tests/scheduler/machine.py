@@ -109,14 +109,19 @@ class Workload:
         """Mostly a new one; sometimes one that was used, or is in use and thus will be refused."""
         if self.scheduler.clients and random.random() < 0.1:
             uid = random.choice(self.scheduler.clients).uid
-            if uid not in [client.uid for _, client in self.scheduler.inbox if client is not None]:
+            if not self._is_pending(uid):
                 return uid
         self._num_uids += 1
         return self._num_uids + (0 if random.random() < 0.9 else 1000)
 
     def abort(self, random: Random) -> None:
-        if self.scheduler.clients:
-            self.scheduler.abort(random.choice(self.open_clients or self.scheduler.clients))
+        clients = self.open_clients or self.scheduler.clients
+        if clients and not self._is_pending((client := random.choice(clients)).uid):
+            self.scheduler.abort(client)
+
+    def _is_pending(self, uid: int) -> bool:
+        """A message about this uid has not been heard yet. What a second one meets may have been refused meanwhile."""
+        return uid in [client.uid for _, client in self.scheduler.inbox if client is not None]
 
     def turn(self) -> None:
         scheduler = self.scheduler

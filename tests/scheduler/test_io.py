@@ -250,6 +250,12 @@ class Ranks:
         for process in self.processes:
             process.kill()
             process.communicate()
+        for path in self.files():
+            path.unlink()
+
+    def files(self):
+        """What stands in the run directory for these ranks."""
+        return list(run_directory().glob(f"{self.config._unique_suffix}.*"))
 
 
 @contextmanager
@@ -310,11 +316,11 @@ def test_500_messages_in_bursts_reach_every_rank_byte_for_byte_and_are_answered_
         while len(answered) < num_requests(frames):
             answered += answers(pull)
         assert not wait_any([pull], 0.2)
+        assert ranks.files() == []
     check_all_heard_the_same(results, [*frames, exit_frame])
     assert len(answered) == len(set(answered)) == num_requests(frames)
     for result in results:
         assert result["num_idle"] >= sum(blocking for blocking, _ in result["calls"])
-    assert list(run_directory().glob(f"{ranks.config._unique_suffix}.*")) == []
 
 
 def answers(pull):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 
+from minisgl.errors import IntegrityError
 from minisgl.message import ExitMsg, UserMsg
 from tests.scheduler.fake_engine import Client, FakeEngine, FakeScheduler, check_solo, make, solo
 
@@ -265,6 +267,7 @@ def test_a_full_hit_leaves_one_token(length: int, page_size: int) -> None:
     assert clients[0].tokens == clients[1].tokens
     assert clients[0].ending.num_cached_tokens == 0
     assert clients[1].ending.num_cached_tokens == (length - 1) // page_size * page_size
+    assert clients[1].num_cached_tokens == clients[1].ending.num_cached_tokens, "told with the first token as well"
     check_solo(clients[1], engine.limits)
 
 
@@ -302,6 +305,37 @@ def test_a_last_chunk_of_one_token_is_shared_too() -> None:
         turn(scheduler)
     assert second.ending.num_cached_tokens == 8
     assert first.ending is None
+
+
+def test_tenants_with_different_salts_share_nothing() -> None:
+    scheduler, engine = make(page_size=4)
+    found = []
+    for salt in (None, "a", "b", "a", None):
+        client = scheduler.add(range(1, 13), max_tokens=2, salt=salt)
+        scheduler.finish()
+        check_solo(client, engine.limits)
+        found.append(client.num_cached_tokens)
+    assert found == [0, 0, 0, 8, 8]
+
+
+def test_a_wrong_ledger_is_logged_and_counted_when_idle_and_raised_if_wanted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for raises in (False, True):
+        scheduler, _ = make(raise_integrity_errors=raises)
+        scheduler.run_when_idle()
+        assert scheduler.num_integrity_errors == 0
+
+        def find_error() -> None:
+            raise IntegrityError("page 3 is in two places")
+
+        scheduler.add([1, 2, 3], max_tokens=2)
+        scheduler.finish()
+        monkeypatch.setattr(scheduler, "check_integrity", find_error)
+        with pytest.raises(IntegrityError) if raises else nullcontext():
+            scheduler.run_when_idle()
+        assert scheduler.num_integrity_errors == 1
+    assert caplog.text.count("page 3 is in two places") == 2
 
 
 @pytest.mark.parametrize("cache_type", ["radix", "naive"])

@@ -54,8 +54,8 @@ def test_the_random_work_is_work() -> None:
     assert sum(work.scheduler.num_retractions for work in works) > 20
     assert sum(client.ending is not None and client.ending.num_cached_tokens > 0 for _, client in clients) > 30
     assert sum(work.num_sampled.get(client, 0) > len(client.tokens) for work, client in clients) > 50
-    assert sum(client.is_aborted for _, client in clients) > 100
-    assert sum(client.ending is not None and client.ending.finish_reason == "stop" for _, client in clients) > 100
+    assert sum(client.is_aborted for _, client in clients) > 50
+    assert sum(client.ending is not None and client.ending.finish_reason == "stop" for _, client in clients) > 50
     assert sum(len(work.scheduler.duplicates) for work in works) > 10
     assert sum(batch.num_rows > len(batch.sample_rows) for batch in batches) > 100
     assert sum(batch.num_rows > 1 for batch in batches) > 500
