@@ -104,7 +104,11 @@ def main() -> None:
         about = {
             "command": " ".join(["python", *sys.argv]),
             "versions": {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
-            "hardware": {"cores": os.cpu_count(), "threads": torch.get_num_threads(), "capability": torch.backends.cpu.get_cpu_capability()},
+            "hardware": {
+                "cores": os.cpu_count(),
+                "threads": torch.get_num_threads(),
+                "capability": torch.backends.cpu.get_cpu_capability(),
+            },
         }
         args.out.write_text(json.dumps({**about, "results": table}, indent=1) + "\n", encoding="utf-8")
 
