@@ -13,7 +13,7 @@ from typing import Any
 
 __all__ = ["OPTIONAL", "REQUIRED", "hardware", "installed"]
 
-REQUIRED = ("minisgl", "torch", "numpy", "safetensors", "tokenizers", "huggingface_hub", "msgspec", "pyzmq", "fastapi", "uvicorn")
+REQUIRED = ("minisgl", "torch", "numpy", "safetensors", "tokenizers", "huggingface_hub", "msgspec", "pyzmq", "starlette", "uvicorn")
 OPTIONAL = {
     "triton": "kernels for CUDA",
     "flashinfer-python": "attention backend for CUDA",
