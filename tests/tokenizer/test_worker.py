@@ -45,13 +45,13 @@ class GatedTokenizer:
     def __getattr__(self, name):
         return getattr(self._inner, name)
 
-    def encode(self, text):
+    def encode(self, text, add_special_tokens=True):
         if text.startswith("slow"):
             self.entered.set()
             assert self.gate.wait(WAIT)
         if text == "crash":
             raise ZeroDivisionError("a tokenizer's bug")
-        return self._inner.encode(text)
+        return self._inner.encode(text, add_special_tokens)
 
 
 class Ends:
@@ -255,12 +255,15 @@ def test_an_abort_reaches_the_scheduler_once_and_later_tokens_are_dropped(ends):
 
 
 def test_an_abort_while_the_prompt_is_tokenized_is_remembered(ends):
+    ends.accept(4)
     ends.ask(1, "slow")
     assert ends.tokenizer.entered.wait(WAIT)
     ends.ask(2, "waits behind it")
     ends.inbox.put(AbortMsg(1))
     ends.inbox.put(AbortMsg(2))
     ends.ask(3, "wanted")
+    ends.tell(4, ord("a"))
+    assert ends.reply().uid == 4  # so the aborts, sent before it, have been read
     ends.tokenizer.gate.set()
     assert ends.reply().uid == 3
     assert ends.backend.get(WAIT).uid == 3
