@@ -5,7 +5,8 @@
 `decode`: all requests run, each turn plans one token each, allocates pages, and handles the results of the turn before. `churn`: the
 same number of lanes, each starts a new request (prompts 100 to 1,024 tokens that share prefixes, outputs 100 to 1,024) when its last
 one ends, so that admission, prefix matching, chunks and releases are in; the figure is the mean over all turns after the first ends.
-Medians over the runs, in milliseconds. Nothing here needs a GPU or a model.
+Medians over the runs, in milliseconds. Beside each run stands the time of a fixed loop of plain Python, `yardstick_ms`: where it
+doubles, the core was shared with somebody else and the run's figures doubled too. Nothing here needs a GPU or a model.
 """
 
 from __future__ import annotations
@@ -134,6 +135,16 @@ def measure_churn(num_running: int, page_size: int, num_requests: int) -> dict[s
     return {"mean_ms": round(elapsed * 1000 / num_steps, 4), "num_steps": num_steps}
 
 
+def yardstick_ms() -> float:
+    """Median milliseconds of a fixed loop: how fast this core is just now."""
+    times = []
+    for _ in range(21):
+        start = time.perf_counter_ns()
+        sum(i * i for i in range(20_000))
+        times.append((time.perf_counter_ns() - start) / 1e6)
+    return round(statistics.median(times), 3)
+
+
 def profile(num_running: int, page_size: int) -> None:
     """Where the time of decode turns goes, as cProfile sees it."""
     profiler = cProfile.Profile()
@@ -145,9 +156,9 @@ def profile(num_running: int, page_size: int) -> None:
 
 def print_table(measured: dict[str, dict[str, list[dict[str, float]]]]) -> None:
     """One line per number of running requests and page size, the median over the runs of each run's figure."""
-    print(f"{'':>24}{'decode median':>16}{'decode p99':>16}{'churn mean':>16}   ms per turn")
+    print(f"{'':>24}{'yardstick':>16}{'decode median':>16}{'decode p99':>16}{'churn mean':>16}   ms per turn")
     for key, by_kind in measured.items():
-        cells = (("decode", "median_ms"), ("decode", "p99_ms"), ("churn", "mean_ms"))
+        cells = (("decode", "yardstick_ms"), ("decode", "median_ms"), ("decode", "p99_ms"), ("churn", "mean_ms"))
         figures = [statistics.median(run[name] for run in by_kind[kind]) for kind, name in cells]
         target = TARGETS_MS.get(key.split()[0])
         print(f"{key:>24}" + "".join(f"{figure:16.3f}" for figure in figures) + (f"   target {target} ms" if target else ""))
@@ -169,7 +180,7 @@ def main() -> int:
     measured: dict[str, dict[str, list[dict[str, float]]]] = {key: {"decode": [], "churn": []} for key in keys}
     for _ in range(args.num_runs):
         for key, (num_running, size) in keys.items():
-            measured[key]["decode"].append(measure_decode(num_running, size, args.num_steps))
+            measured[key]["decode"].append({"yardstick_ms": yardstick_ms(), **measure_decode(num_running, size, args.num_steps)})
             measured[key]["churn"].append(measure_churn(num_running, size, max(8, args.requests_per_lane * num_running)))
     print_table(measured)
     result = {
