@@ -27,6 +27,8 @@ from minisgl.distributed.info import DistributedInfo
 from minisgl.engine.config import DEVICES, DTYPES, EngineConfig
 from minisgl.errors import ConfigError, InvalidInputError, MinisglError
 from minisgl.scheduler.config import CACHE_TYPES, SchedulerConfig
+from minisgl.server.config_file import read_config_words
+from minisgl.server.options import ServerOptions
 
 __all__ = ["build_parser", "main"]
 
@@ -89,17 +91,38 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_serve(commands: Any) -> None:
     text = "Serve a model over HTTP with the OpenAI protocol, until Ctrl-C."
     parser = commands.add_parser("serve", help="serve a model over HTTP", description=text, allow_abbrev=False)
+    _add_serve_arguments(parser)
+    parser.set_defaults(run=_serve)
+
+
+def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model_argument", metavar="MODEL", nargs="?", help=MODEL_HELP)
     parser.add_argument("--model", "--model-path", dest="model", help="the same as MODEL")
     parser.add_argument(
         "--host", default=DEFAULT_HOST, help="address to listen on; 0.0.0.0 lets other machines in, and nothing asks who they are"
     )
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="TCP port to listen on; 0: any free one, which is printed")
+    parser.add_argument("--config", metavar="FILE", help="YAML file with settings, named as the flags; flags given here win")
+    parser.add_argument("--served-model-name", metavar="NAME", help="what clients call the model; default: its name without its path")
     parser.add_argument(
-        "--tp", "--tensor-parallel-size", dest="tp", type=int, default=1, help="processes that share the model; only 1 so far"
+        "--tp", "--tensor-parallel-size", dest="tp", type=int, default=1, help="ranks: processes that share the model (default: 1)"
+    )
+    parser.add_argument(
+        "--num-tokenizer", type=int, default=0, help="processes that only tokenize; 0, the only value so far: one does both directions"
+    )
+    parser.add_argument(
+        "--drain-timeout",
+        type=float,
+        default=ServerOptions.drain_timeout,
+        help="seconds that running requests get to end after SIGTERM, while new ones are refused; 0: none (default: 5)",
+    )
+    parser.add_argument(
+        "--step-timeout",
+        type=float,
+        default=ServerOptions.step_timeout,
+        help="seconds after which a step of the model counts as stuck in /health/progress; 0: 60 on a CPU, 10 on CUDA",
     )
     _add_engine_flags(parser)
-    parser.set_defaults(run=_serve)
 
 
 def _add_generate(commands: Any) -> None:
@@ -166,8 +189,10 @@ def main(argv: Sequence[str] | None = None, *, default_command: str | None = Non
     if default_command is not None and (not words or words[0] not in (*COMMANDS, "-h", "--help", "--version")):
         words.insert(0, default_command)
     arguments = build_parser().parse_args(words)
-    run: Callable[[argparse.Namespace], int] = arguments.run
     try:
+        if getattr(arguments, "config", None) is not None:
+            arguments = _with_config_file(arguments, words)
+        run: Callable[[argparse.Namespace], int] = arguments.run
         return run(arguments)
     except MinisglError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -177,6 +202,16 @@ def main(argv: Sequence[str] | None = None, *, default_command: str | None = Non
     except BrokenPipeError:  # whoever read our output has stopped; Python's last flush must not fail on it again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _with_config_file(arguments: argparse.Namespace, words: list[str]) -> argparse.Namespace:
+    """The arguments with the file's settings put before the command line's own, which therefore win."""
+    parser = argparse.ArgumentParser(add_help=False)
+    _add_serve_arguments(parser)
+    settings = read_config_words(arguments.config, parser)
+    if arguments.model_argument is not None:
+        settings.pop("model", None)
+    return build_parser().parse_args([words[0], *(word for setting in settings.values() for word in setting), *words[1:]])
 
 
 def _engine_settings(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -191,18 +226,16 @@ def _configure_logging(level: int) -> None:
 
 def _serve(arguments: argparse.Namespace) -> int:
     from minisgl.server.launcher import serve
-    from minisgl.server.options import ServerOptions
 
     _configure_logging(logging.INFO)
     model = arguments.model_argument if arguments.model is None else arguments.model
     if arguments.model_argument not in (None, model):
         raise ConfigError(f"MODEL {arguments.model_argument!r} and --model {model!r} found; name one model")
-    if arguments.tp != 1:
-        raise ConfigError(f"--tp: {arguments.tp} found; tensor parallelism is not supported yet, only --tp 1 is allowed")
-    scheduler = SchedulerConfig(
-        model_path=model, tp_info=DistributedInfo(0, 1), backend_create_detokenizer_link=False, **_engine_settings(arguments)
-    )
-    return serve(ServerOptions(scheduler, host=arguments.host, port=arguments.port), say=_say)
+    ranks = DistributedInfo(0, arguments.tp)
+    settings = _engine_settings(arguments)
+    scheduler = SchedulerConfig(model_path=model, tp_info=ranks, backend_create_detokenizer_link=False, **settings)
+    names = ("host", "port", "served_model_name", "num_tokenizer", "drain_timeout", "step_timeout")
+    return serve(ServerOptions(scheduler, **{name: getattr(arguments, name) for name in names}), say=_say)
 
 
 def _say(line: str) -> None:

@@ -25,7 +25,7 @@ EXCEPTIONS: dict[str, str] = {}
 BUDGETS = {"": 12_000, "kernel": 3_000, "server": 2_500}
 """Package ("" is all of it) -> its code lines stay below or at this."""
 
-IMPORT_NAMES = {"pyzmq": "zmq"}
+IMPORT_NAMES = {"pyzmq": "zmq", "pyyaml": "yaml"}
 """Distribution -> what is imported, where the two differ."""
 
 USED_UNSEEN = {"uvloop": "uvicorn takes it for its event loop where it is installed"}

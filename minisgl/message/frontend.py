@@ -33,7 +33,7 @@ class BaseFrontendMsg(msgspec.Struct, tag=True):
     decoder: ClassVar[Callable[[bytes], BaseFrontendMsg]]
 
 
-class UserReply(BaseFrontendMsg):
+class UserReply(BaseFrontendMsg, omit_defaults=True):
     """What happened to `uid`: first `accepted` or `rejected`; after `accepted` any number of `delta`, then exactly one `final`."""
 
     uid: int

@@ -12,12 +12,17 @@ import uvicorn
 from minisgl.errors import RequestError
 from minisgl.server.app import create_app
 from minisgl.server.child import Child, Order, run_child
+from minisgl.server.defaults import read_defaults
 from minisgl.server.frontend import Frontend
+from minisgl.server.health import Health
+from minisgl.utils.heartbeat import PulseReader
 
 KEEP_ALIVE_S = 75
 """An idle connection stays open; longer than clients usually keep one, so that they do not write into one that is being closed."""
 LAST_WORDS_S = 3
 """How long answers that break off may take to reach slow clients."""
+
+DRAIN_POLL_S = 0.05
 
 
 class ApiProcess:
@@ -28,17 +33,21 @@ class ApiProcess:
         self._child: Child | None = None
         self._frontend: Frontend | None = None
         self._server: uvicorn.Server | None = None
+        self._drained: asyncio.Task[None] | None = None
 
     def run(self, child: Child) -> None:
         """Serve until told to close."""
         self._child, config = child, child.config
+        assert config.model_path is not None  # the launcher resolved it
+        defaults = read_defaults(config.model_path)
         self._frontend = Frontend(config.zmq_frontend_addr, config.zmq_detokenizer_addr)
 
         def on_started() -> None:
             self._loop = asyncio.get_running_loop()
-            child.report("ready")
+            child.report("ready", f"sampling defaults: {defaults}")
 
-        app = create_app(self._frontend, child.setup.model_name, on_started)
+        health = Health(self._frontend, PulseReader(child.setup.heartbeat_fd), child.setup.workers)
+        app = create_app(self._frontend, child.setup.model_name, on_started, defaults, health)
         self._server = make_server(app)
         with socket.socket(fileno=child.setup.listen_fd) as listener:
             self._server.run(sockets=[listener])
@@ -61,9 +70,18 @@ class ApiProcess:
         if order.kind == "open":
             self._frontend.open_doors()
             self._child.report("open")
+        elif order.kind == "drain":
+            self._frontend.drain(RequestError(order.text, status=503, code="draining"))
+            self._drained = asyncio.create_task(self._report_when_drained(self._child, self._frontend))
         else:
             self._frontend.close_doors(RequestError(order.text, status=503, code="server_stopped"))
             self._server.should_exit = True
+
+    @staticmethod
+    async def _report_when_drained(child: Child, frontend: Frontend) -> None:
+        while frontend.num_open:
+            await asyncio.sleep(DRAIN_POLL_S)
+        child.report("drained")
 
 
 def make_server(app: object) -> uvicorn.Server:

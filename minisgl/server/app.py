@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
@@ -13,51 +14,46 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from minisgl import __version__
 from minisgl.errors import RequestError
-from minisgl.server.chat_completions import ChatResponse
-from minisgl.server.frontend import ClientGoneError, Frontend
+from minisgl.message import DecodeMsg, FlushCacheMsg, UserReply
+from minisgl.server.answers import AbortAnswer, Model, ModelList, Status, TextAnswer, TokensAnswer, Version
+from minisgl.server.chat_completions import ChatFormat
+from minisgl.server.completions import CompletionFormat
+from minisgl.server.defaults import SamplingDefaults
+from minisgl.server.frontend import ClientGoneError, Frontend, Job
+from minisgl.server.generate import GenerateFormat
+from minisgl.server.generation import GenerationResponse
+from minisgl.server.health import Health
 from minisgl.server.http_errors import EXCEPTION_HANDLERS
-from minisgl.server.protocol import ChatRequest, Model, ModelList, decode_body
+from minisgl.server.openapi import openapi_document
+from minisgl.server.protocol import (
+    AbortRequest,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerateRequest,
+    TokenizeRequest,
+    decode_body,
+)
 
 __all__ = ["MAX_BODY_BYTES", "create_app"]
 
+T = TypeVar("T")
 MAX_BODY_BYTES = 32 * 1024 * 1024
 Endpoint = Callable[[Request], Awaitable[Response]]
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
-NOT_IMPLEMENTED = (
-    ("POST", "/v1/completions"),
-    ("GET", "/v1/models/{model:path}"),
-    ("POST", "/generate"),
-    ("POST", "/tokenize"),
-    ("POST", "/detokenize"),
-    ("POST", "/flush_cache"),
-    ("POST", "/abort"),
-    ("GET", "/version"),
-    ("GET", "/health/ready"),
-    ("GET", "/health/progress"),
-)
-"""Routes that a later version serves; until then they say so."""
 
-
-def create_app(frontend: Frontend, model_name: str, on_started: Callable[[], None] = lambda: None) -> Starlette:
-    """The application that serves `model_name` through `frontend`. `on_started` is called when requests can be taken."""
-    created = int(time.time())
-
-    async def health(_: Request) -> Response:
-        if frontend.refusal is not None:
-            raise frontend.refusal
-        return _json({"status": "ok"})
-
-    async def models(_: Request) -> Response:
-        return _json(ModelList([Model(model_name, created)]))
-
-    async def chat_completions(request: Request) -> Response:
-        body = decode_body(await _read_body(request), ChatRequest)
-        if body.model is not None and body.model != model_name:
-            text = f"model: {body.model!r} is not served here; {model_name!r} is"
-            raise RequestError(text, status=404, code="model_not_found", param="model")
-        return ChatResponse(frontend, body, model_name)
+def create_app(
+    frontend: Frontend,
+    model_name: str,
+    on_started: Callable[[], None] = lambda: None,
+    defaults: SamplingDefaults | None = None,
+    health: Health | None = None,
+) -> Starlette:
+    """The application that serves `model_name` through `frontend`. `on_started` is called when requests can be taken; `defaults` are the
+    model's sampling parameters (None: OpenAI's); without `health` no process is watched."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -67,10 +63,8 @@ def create_app(frontend: Frontend, model_name: str, on_started: Callable[[], Non
 
     app = Starlette(
         routes=[
-            Route("/health", health),
-            Route("/v1/models", models),
-            Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-            *(Route(path, _not_implemented, methods=[method]) for method, path in NOT_IMPLEMENTED),
+            *(health or Health(frontend)).routes(),
+            *_Api(frontend, model_name, (defaults or SamplingDefaults()).values).routes(),
         ],
         exception_handlers=EXCEPTION_HANDLERS,
         lifespan=lifespan,
@@ -79,15 +73,102 @@ def create_app(frontend: Frontend, model_name: str, on_started: Callable[[], Non
     return app
 
 
+class _Api:
+    """The routes that have to do with the model."""
+
+    def __init__(self, frontend: Frontend, model_name: str, defaults: dict[str, Any]) -> None:
+        self._frontend = frontend
+        self._model = Model(model_name, int(time.time()))
+        self._defaults = defaults
+        self._openapi = msgspec.json.encode(openapi_document(__version__))
+
+    def routes(self) -> list[Route]:
+        post = ["POST"]
+        return [
+            Route("/v1/chat/completions", self.chat_completions, methods=post),
+            Route("/v1/completions", self.completions, methods=post),
+            Route("/v1/models", self.models),
+            Route("/v1/models/{model:path}", self.model),
+            Route("/generate", self.generate, methods=post),
+            Route("/tokenize", self.tokenize, methods=post),
+            Route("/detokenize", self.detokenize, methods=post),
+            Route("/flush_cache", self.flush_cache, methods=post),
+            Route("/abort", self.abort, methods=post),
+            Route("/version", self.version),
+            Route("/openapi.json", self.openapi),
+        ]
+
+    async def chat_completions(self, request: Request) -> Response:
+        body = await self._decode(request, ChatRequest)
+        job = body.job(self._defaults)
+        return GenerationResponse(self._frontend, [job], ChatFormat(body, self._model.id), is_stream=bool(body.stream))
+
+    async def completions(self, request: Request) -> Response:
+        body = await self._decode(request, CompletionRequest)
+        jobs = body.jobs(self._defaults)
+        return GenerationResponse(self._frontend, jobs, CompletionFormat(body, self._model.id), is_stream=bool(body.stream))
+
+    async def generate(self, request: Request) -> Response:
+        body = await self._decode(request, GenerateRequest)
+        job = body.job(self._defaults)
+        return GenerationResponse(self._frontend, [job], GenerateFormat(job), is_stream=bool(body.stream))
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await self._decode(request, TokenizeRequest)
+        reply = await self._ask(request, body.job())
+        return _json(TokensAnswer(reply.token_ids, len(reply.token_ids)))
+
+    async def detokenize(self, request: Request) -> Response:
+        body = await self._decode(request, DetokenizeRequest)
+        reply = await self._ask(request, DecodeMsg(0, body.tokens, bool(body.skip_special_tokens)))
+        return _json(TextAnswer(reply.text))
+
+    async def flush_cache(self, request: Request) -> Response:
+        await read_body(request)
+        await self._ask(request, FlushCacheMsg(0))
+        return _json(Status())
+
+    async def abort(self, request: Request) -> Response:
+        body = decode_body(await read_body(request), AbortRequest)
+        return _json(AbortAnswer(self._frontend.abort(body.id)))
+
+    async def models(self, _: Request) -> Response:
+        return _json(ModelList([self._model]))
+
+    async def model(self, request: Request) -> Response:
+        self._check_model(request.path_params["model"])
+        return _json(self._model)
+
+    async def version(self, _: Request) -> Response:
+        return _json(Version(__version__))
+
+    async def openapi(self, _: Request) -> Response:
+        return Response(self._openapi, media_type="application/json")
+
+    async def _decode(self, request: Request, kind: type[T]) -> T:
+        """The body, whose `model` is the served one."""
+        body = decode_body(await read_body(request), kind)
+        self._check_model(getattr(body, "model", None))
+        return body
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self._model.id:
+            text = f"model: {name!r} is not served here; {self._model.id!r} is"
+            raise RequestError(text, status=404, code="model_not_found", param="model")
+
+    async def _ask(self, request: Request, job: Job) -> UserReply:
+        """The workers' one answer to something that generates nothing."""
+        async with self._frontend.open(request.receive, [job]) as group:
+            final = (await group.next_piece()).final
+        assert final is not None
+        return final
+
+
 def _json(value: object) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
-async def _not_implemented(request: Request) -> Response:
-    raise RequestError(f"{request.url.path} is not implemented yet", status=501, code="not_implemented")
-
-
-async def _read_body(request: Request) -> bytes:
+async def read_body(request: Request) -> bytes:
     """The whole body. Raises RequestError as soon as it is too long, ClientGoneError if the client leaves before its end."""
     blocks: list[bytes] = []
     num_bytes = 0

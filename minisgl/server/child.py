@@ -20,31 +20,34 @@ from typing import Literal
 import msgspec
 
 from minisgl.errors import MinisglError
-from minisgl.server.options import ChildSetup, remove_sockets
+from minisgl.server.options import ChildSetup
+from minisgl.server.run_files import remove_run_files
+from minisgl.utils.heartbeat import Heart
 
-__all__ = ["Child", "Order", "Report", "run_child"]
+__all__ = ["Child", "Order", "Report", "ReportKind", "run_child"]
 
 logger = logging.getLogger(__name__)
 
 STDIN = 0
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+ReportKind = Literal["stage", "ready", "open", "drained", "failed"]
 
 
 class Report(msgspec.Struct, frozen=True):
     """What a child tells the launcher."""
 
-    kind: Literal["ready", "open", "failed"]
+    kind: ReportKind
     text: str = ""
-    """ready: what is worth saying about it; open: the order of that name is carried out; failed: the cause"""
+    """stage, ready: what has been done and is worth saying; open: that order is carried out; drained: no request is left; failed: why"""
 
 
 class Order(msgspec.Struct, frozen=True):
     """What the launcher tells a child."""
 
-    kind: Literal["open", "close"]
-    """open: all processes are ready; close: end what is pending with an error, then go"""
+    kind: Literal["open", "drain", "close"]
+    """open: all processes are ready; drain: take no new request and tell when none is left; close: end what is pending with an error, go"""
     text: str = ""
-    """close: why, fit for a user's eyes"""
+    """drain, close: why, fit for a user's eyes"""
 
 
 class Child:
@@ -53,15 +56,16 @@ class Child:
     def __init__(self, setup: ChildSetup) -> None:
         self.setup = setup
         self.config = setup.config
+        self.heart = Heart(setup.heartbeat_fd, setup.place)
 
-    def report(self, kind: Literal["ready", "open", "failed"], text: str = "") -> None:
+    def report(self, kind: ReportKind, text: str = "") -> None:
         """Tell the launcher. If it is gone there is nobody to tell."""
         with contextlib.suppress(BrokenPipeError):
             os.write(self.setup.report_fd, msgspec.json.encode(Report(kind, text)) + b"\n")
 
     def exit_now(self) -> None:
         """Leave at once: no cleanup of Python's, which might wait for a thread or a lock; only the sockets' files are removed."""
-        remove_sockets(self.config)
+        remove_run_files(self.config)
         os._exit(1)
 
 
@@ -77,7 +81,11 @@ def run_child(
     """
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
     lines = _lines(STDIN)
-    child = Child(msgspec.json.decode(next(lines), type=ChildSetup))
+    setup = next(lines, None)
+    if setup is None:  # the launcher has gone already
+        return 1
+    child = Child(msgspec.json.decode(setup, type=ChildSetup))
+    child.heart.start()
     threading.Thread(target=_watch, args=(child, lines, on_order, on_parent_gone), name="watch-parent", daemon=True).start()
     try:
         main(child)

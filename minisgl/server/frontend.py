@@ -1,66 +1,121 @@
-"""The API's end of the queues: a uid and a mailbox for each request, and the abort that leaving one sends (hops 2 and 12).
+"""The API's end of the queues: uids and mailboxes for each request, and the abort that leaving one sends (hops 2 and 12).
 
-Knows messages and nothing of HTTP or JSON. Called by the routes; all of it belongs to the event loop's thread.
+One HTTP request is a `Group` of tickets, one for each choice of each prompt. Knows messages and nothing of HTTP or JSON. Called by the
+routes; all of it belongs to the event loop's thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Union
 
-from minisgl.core import SamplingParams
+import msgspec
+
 from minisgl.errors import RequestError
-from minisgl.message import AbortMsg, BaseFrontendMsg, BaseTokenizerMsg, BatchFrontendMsg, TokenizeMsg, UserReply
+from minisgl.message import (
+    AbortMsg,
+    BaseFrontendMsg,
+    BaseTokenizerMsg,
+    BatchFrontendMsg,
+    BatchTokenizerMsg,
+    DecodeMsg,
+    FlushCacheMsg,
+    TokenizeMsg,
+    TokenScore,
+    UserReply,
+)
 from minisgl.utils import ZmqAsyncPullQueue, ZmqPushQueue
 
-__all__ = ["ClientGoneError", "Frontend", "Piece", "Ticket"]
+__all__ = ["ClientGoneError", "Frontend", "Group", "Job", "Piece", "Receive"]
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 """ASGI's receive: after the body, it returns when the client has disconnected."""
+Job = Union[TokenizeMsg, DecodeMsg, FlushCacheMsg]
+"""What the workers can be asked; its uid is filled in here."""
 
 
 class ClientGoneError(Exception):
     """The client has disconnected: nobody reads an answer, nothing went wrong."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Piece:
-    """What came since the last piece, merged: a slow reader gets fewer and longer ones."""
+    """What came for one ticket since its last piece, merged: a slow reader gets fewer and longer ones."""
 
-    text: str
-    final: UserReply | None
+    index: int
+    """the ticket's place: choice `index % n` of prompt `index // n`"""
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    scores: list[TokenScore] = field(default_factory=list)
+    prompt_scores: list[TokenScore] = field(default_factory=list)
+    final: UserReply | None = None
     """the ending, in the last piece only"""
 
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
 
-class Ticket:
-    """One accepted or pending request, as its handler sees it. Made by `Frontend.open`."""
+    def take(self, reply: UserReply) -> bool:
+        """Add a reply; whether there is something to show now."""
+        if reply.text:
+            self.texts.append(reply.text)
+        self.token_ids += reply.token_ids
+        self.scores += reply.scores
+        self.prompt_scores += reply.prompt_scores
+        if reply.kind == "final":
+            self.final = reply
+        return bool(self.texts or self.scores or self.token_ids or self.prompt_scores or self.final)
 
-    def __init__(self, uid: int) -> None:
-        self.uid = uid
-        self.is_over = False
-        """The workers hold nothing of it any more: it was rejected, has ended, or they are gone."""
-        self._num_prompt_tokens: int | None = None
-        self._text = ""
-        self._final: UserReply | None = None
+    def add(self, later: Piece) -> None:
+        """Append the piece that came after this one."""
+        self.texts += later.texts
+        self.token_ids += later.token_ids
+        self.scores += later.scores
+        self.prompt_scores += later.prompt_scores
+        self.final = later.final
+
+
+@dataclass(slots=True, eq=False)
+class _Ticket:
+    """One uid."""
+
+    uid: int
+    group: Group
+    piece: Piece
+    is_accepted: bool = False
+    is_over: bool = False
+    """The workers hold nothing of it any more: it was rejected, has ended, or they are gone."""
+
+
+class Group:
+    """One HTTP request, accepted or pending, as its handler sees it. Made by `Frontend.open`."""
+
+    def __init__(self, uids: Sequence[int]) -> None:
+        self.tickets = [_Ticket(uid, self, Piece(index)) for index, uid in enumerate(uids)]
+        self._ready: dict[int, None] = {}
+        """tickets with something to show, in the order in which it came"""
         self._error: Exception | None = None
         self._changed = asyncio.Event()
 
-    async def accepted(self) -> int:
-        """Wait for the verdict; the number of prompt tokens. Raises RequestError if rejected, ClientGoneError if nobody waits."""
-        while self._num_prompt_tokens is None:
+    async def accepted(self) -> None:
+        """Wait for all verdicts. Raises RequestError if one is a rejection, ClientGoneError if nobody waits."""
+        while not all(ticket.is_accepted for ticket in self.tickets):
             await self._next_change()
-        return self._num_prompt_tokens
 
     async def next_piece(self) -> Piece:
-        """Wait for text or the ending. Raises RequestError, after the text that came before it, if the request broke off."""
-        while not self._text and self._final is None:
+        """Wait for something to show. Raises RequestError, after what came before it, if one of the tickets broke off."""
+        while not self._ready:
             await self._next_change()
-        text, self._text = self._text, ""
-        return Piece(text, self._final)
+        if isinstance(self._error, ClientGoneError):
+            raise self._error
+        index = next(iter(self._ready))
+        del self._ready[index]
+        ticket = self.tickets[index]
+        piece, ticket.piece = ticket.piece, Piece(index)
+        return piece
 
     async def _next_change(self) -> None:
         if self._error is not None:
@@ -68,17 +123,15 @@ class Ticket:
         self._changed.clear()
         await self._changed.wait()
 
-    def take(self, reply: UserReply) -> None:
+    def take(self, ticket: _Ticket, reply: UserReply) -> None:
         """A reply has arrived."""
-        self._text += reply.text
-        if reply.kind == "accepted":
-            self._num_prompt_tokens = reply.num_prompt_tokens
-        elif reply.kind in ("rejected", "final"):
-            self.is_over = True
-            if reply.status:
-                self._error = RequestError(reply.message, status=reply.status, code=reply.code, param=reply.param)
-            else:
-                self._final = reply
+        ticket.is_accepted |= reply.kind == "accepted"
+        ticket.is_over |= reply.kind in ("rejected", "final")
+        if ticket.is_over and reply.status:
+            self.fail(RequestError(reply.message, status=reply.status, code=reply.code, param=reply.param))
+            reply.kind = "delta"  # what it still brings comes before the error, and is no ending
+        if ticket.piece.take(reply):
+            self._ready[ticket.piece.index] = None
         self._changed.set()
 
     def fail(self, error: Exception) -> None:
@@ -93,9 +146,11 @@ class Frontend:
     def __init__(self, frontend_addr: str, tokenizer_addr: str) -> None:
         self._frontend_addr = frontend_addr
         self._tokenizer_addr = tokenizer_addr
-        self._tickets: dict[int, Ticket] = {}
-        self._uids = itertools.count()
+        self._tickets: dict[int, _Ticket] = {}
+        self._groups: dict[str, Group] = {}
+        self._next_uid = 0
         self._refusal: RequestError | None = RequestError("the model is still being loaded; try again later", status=503, code="starting")
+        self._is_draining = False
         self._to_tokenizer: ZmqPushQueue[BaseTokenizerMsg] | None = None
 
     @property
@@ -104,8 +159,13 @@ class Frontend:
         return self._refusal
 
     @property
+    def is_draining(self) -> bool:
+        """No new request is taken, and those that run go on."""
+        return self._is_draining
+
+    @property
     def num_open(self) -> int:
-        """Requests whose handlers have not left."""
+        """Prompts times choices of requests whose handlers have not left."""
         return len(self._tickets)
 
     @contextlib.asynccontextmanager
@@ -126,41 +186,66 @@ class Frontend:
         """All processes are ready."""
         self._refusal = None
 
+    def drain(self, error: RequestError) -> None:
+        """Refuse what comes from now on, with `error`; what runs goes on."""
+        self._refusal, self._is_draining = error, True
+
     def close_doors(self, error: RequestError) -> None:
         """Refuse what comes from now on and end what is pending, with `error`."""
-        self._refusal = error
+        self._refusal, self._is_draining = error, False
         for ticket in self._tickets.values():
             ticket.is_over = True
-            ticket.fail(error)
+            ticket.group.fail(error)
 
     @contextlib.asynccontextmanager
-    async def open(self, receive: Receive, params: SamplingParams, messages: list[dict[str, Any]]) -> AsyncIterator[Ticket]:
-        """A chat request: leaving the block before its end aborts it. Inside, a client that disconnects is a ClientGoneError.
+    async def open(self, receive: Receive, jobs: Sequence[Job], name: str = "") -> AsyncIterator[Group]:
+        """One HTTP request: leaving the block aborts what has not ended. Inside, a client that disconnects is a ClientGoneError.
 
-        `receive` is ASGI's, with the body read. Raises RequestError if no request is taken now or the messages cannot be sent on.
+        `receive` is ASGI's, with the body read; by `name`, if it has one, the request can be aborted. Raises RequestError if no request
+        is taken now or the jobs cannot be sent on.
         """
         if self._refusal is not None:
             raise self._refusal
-        ticket = Ticket(next(self._uids))
-        self._put(TokenizeMsg(ticket.uid, params, messages=messages))
-        self._tickets[ticket.uid] = ticket
-        watch = asyncio.create_task(_watch_client(receive, ticket))
+        numbered = [msgspec.structs.replace(job, uid=self._take_uids(_num_choices(job))) for job in jobs]
+        group = Group([job.uid + choice for job in numbered for choice in range(_num_choices(job))])
+        self._put(numbered)
+        self._tickets.update((ticket.uid, ticket) for ticket in group.tickets)
+        if name:
+            self._groups[name] = group
+        watch = asyncio.create_task(_watch_client(receive, group))
         try:
-            yield ticket
+            yield group
         finally:  # without an await: the task that runs this may have been cancelled already
             watch.cancel()
-            del self._tickets[ticket.uid]
-            if not ticket.is_over:
-                self._put(AbortMsg(ticket.uid))
+            self._groups.pop(name, None)
+            for ticket in group.tickets:
+                del self._tickets[ticket.uid]
+            self._put([AbortMsg(ticket.uid) for ticket in group.tickets if not ticket.is_over])
 
-    def _put(self, message: BaseTokenizerMsg) -> None:
-        """Send without waiting: the queue has no limit and connects by itself."""
+    def abort(self, name: str) -> int:
+        """End the request of that name, whose reader gets an ending; the number of outputs that this ends, 0 for a name that is unknown."""
+        group = self._groups.get(name)
+        running = [ticket for ticket in group.tickets if not ticket.is_over] if group is not None else []
+        self._put([AbortMsg(ticket.uid, wants_ending=True) for ticket in running])
+        return len(running)
+
+    def _take_uids(self, count: int) -> int:
+        """The first of `count` new uids that follow each other."""
+        first = self._next_uid
+        self._next_uid += count
+        return first
+
+    def _put(self, messages: Sequence[Job] | Sequence[AbortMsg]) -> None:
+        """Send without waiting: the queue has no limit and connects by itself. All travel in one frame, or none does."""
         if self._to_tokenizer is None:
-            raise RuntimeError("Frontend.open is used inside Frontend.running only")
+            raise RuntimeError("a frontend is used inside Frontend.running only")
+        if not messages:
+            return
         try:
-            frame = BaseTokenizerMsg.encoder(message)
+            frame = BaseTokenizerMsg.encoder(messages[0] if len(messages) == 1 else BatchTokenizerMsg(list(messages)))
         except (OverflowError, RecursionError, UnicodeEncodeError) as error:
-            raise RequestError(f"messages: a value that cannot be sent on ({error})", param="messages") from error
+            param = "messages" if getattr(messages[0], "messages", None) is not None else "prompt"
+            raise RequestError(f"{param}: a value that cannot be sent on ({error})", param=param) from error
         self._to_tokenizer.put_raw(frame)
 
     async def _deliver(self, inbox: ZmqAsyncPullQueue[BaseFrontendMsg]) -> None:
@@ -169,10 +254,15 @@ class Frontend:
             for reply in message.data if isinstance(message, BatchFrontendMsg) else (message,):
                 # Replies to a request whose handler has left are on their way until the abort arrives.
                 if isinstance(reply, UserReply) and reply.uid in self._tickets:
-                    self._tickets[reply.uid].take(reply)
+                    ticket = self._tickets[reply.uid]
+                    ticket.group.take(ticket, reply)
 
 
-async def _watch_client(receive: Receive, ticket: Ticket) -> None:
+async def _watch_client(receive: Receive, group: Group) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    ticket.fail(ClientGoneError())
+    group.fail(ClientGoneError())
+
+
+def _num_choices(job: Job) -> int:
+    return job.sampling_params.n if isinstance(job, TokenizeMsg) else 1

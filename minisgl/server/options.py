@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import msgspec
 
 from minisgl.distributed.info import DistributedInfo
+from minisgl.engine.config import check_count, check_text
 from minisgl.errors import ConfigError
 from minisgl.scheduler.config import SchedulerConfig
-from minisgl.utils.run_dir import ipc_path
 
-__all__ = ["ChildSetup", "ServerOptions", "remove_sockets"]
+__all__ = ["ChildSetup", "ServerOptions", "settings_of"]
+
+MAX_SECONDS = 86_400.0
+STEP_TIMEOUT_S = {"cpu": 60.0, "cuda": 10.0}
+"""Where --step-timeout is 0."""
 
 
 @dataclass(frozen=True)
@@ -20,44 +24,64 @@ class ServerOptions:
     """Settings of one server. Raises ConfigError for a combination that no server could honour."""
 
     scheduler: SchedulerConfig
+    """Of rank 0; `tp_info.size` ranks are started."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 1919
     """TCP port to listen on; 0 is any free one."""
+    served_model_name: str | None = None
+    """What clients call the model; None: its name on the hub, or the last part of its path."""
+    num_tokenizer: int = 0
+    """Processes that only tokenize; 0, the only value so far: one process turns text into ids and ids into text."""
+    drain_timeout: float = 5.0
+    """Seconds that running requests get after SIGTERM; 0 ends them at once."""
+    step_timeout: float = 0.0
+    """Seconds after which a step counts as stuck; 0 is STEP_TIMEOUT_S of the device."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port: {self.port} found; 0 to 65535 is allowed")
-        if self.scheduler.tp_info.size != 1:
-            raise ConfigError(f"--tp: {self.scheduler.tp_info.size} found; tensor parallelism is not supported yet, only 1 is allowed")
+        check_count("port", self.port, 0, "--port", high=65535)
+        if self.num_tokenizer != 0:
+            raise ConfigError(
+                f"--num-tokenizer: {self.num_tokenizer!r} found; only 0 is supported so far: one process turns text into ids and back"
+            )
+        _check_seconds("drain_timeout", self.drain_timeout, "--drain-timeout")
+        _check_seconds("step_timeout", self.step_timeout, "--step-timeout")
+        if self.served_model_name is not None:
+            check_text("served_model_name", self.served_model_name, "--served-model-name")
         if self.scheduler.backend_create_detokenizer_link or self.scheduler.offline_mode:
             raise ConfigError("a server's SchedulerConfig wants backend_create_detokenizer_link=False and offline_mode=False")
+
+
+def _check_seconds(name: str, value: Any, flag: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= MAX_SECONDS:
+        raise ConfigError(f"{name}: {value!r} found; 0 to {MAX_SECONDS:g} seconds are allowed, change {flag}")
 
 
 class ChildSetup(msgspec.Struct, frozen=True):
     """The first line that a child reads from its standard input."""
 
-    report_fd: int
-    """file descriptor on which it reports"""
-    listen_fd: int
-    """file descriptor of the listening TCP socket"""
     model_name: str
     """what clients call the model"""
     settings: dict[str, Any]
     """the fields of SchedulerConfig; `model_path` is a directory"""
+    step_timeout: float
+    """seconds; 0 is STEP_TIMEOUT_S of the device"""
+    heartbeat_fd: int = -1
+    """file descriptor of the memory for signs of life"""
+    workers: list[str] = []
+    """names of all children, in the order of their places in that memory"""
+    place: int = 0
+    """this child's place among them"""
+    report_fd: int = -1
+    """file descriptor on which it reports"""
+    listen_fd: int = -1
+    """file descriptor of the listening TCP socket; the API's alone"""
 
     @property
     def config(self) -> SchedulerConfig:
         return SchedulerConfig(**{**self.settings, "tp_info": DistributedInfo(**self.settings["tp_info"])})
 
 
-def settings_of(config: SchedulerConfig) -> dict[str, Any]:
-    """The fields of `config` as plain JSON values; the inverse of `ChildSetup.config`."""
-    return asdict(config)
-
-
-def remove_sockets(config: SchedulerConfig) -> None:
-    """Remove the files of this server's sockets, whoever made them; only when all of its processes are gone or about to go."""
-    for address in (config.zmq_backend_addr, config.zmq_detokenizer_addr, config.zmq_scheduler_broadcast_addr, config.zmq_frontend_addr):
-        ipc_path(address).unlink(missing_ok=True)
-    config.rendezvous_path.unlink(missing_ok=True)
+def settings_of(config: SchedulerConfig, rank: int = 0) -> dict[str, Any]:
+    """The fields of `config` for one rank as plain JSON values; the inverse of `ChildSetup.config`."""
+    return asdict(replace(config, tp_info=DistributedInfo(rank, config.tp_info.size)))

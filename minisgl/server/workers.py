@@ -14,13 +14,10 @@ import sys
 
 import msgspec
 
-from minisgl.server.child import Order, Report
+from minisgl.server.child import Order, Report, ReportKind
 from minisgl.server.options import ChildSetup
 
 __all__ = ["Worker", "describe_exit"]
-
-LAUNCHER_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""Ours to handle, even if they are sent to the whole process group: a child is born with them blocked."""
 
 
 class Worker:
@@ -28,16 +25,15 @@ class Worker:
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], report_fd: int) -> None:
         self.name = name
-        self.is_ready = False
-        self.is_open = False
-        """It has let requests in, as ordered: the API only."""
+        self.reported: set[ReportKind] = set()
+        """kinds of the reports that have been read"""
         self._process = process
         self._report_fd = report_fd
         self._rest = b""
 
     @classmethod
     def start(cls, name: str, module: str, setup: ChildSetup) -> Worker:
-        """Start `python -m module`. `setup.report_fd` is filled in here; `setup.listen_fd`, if not negative, is inherited.
+        """Start `python -m module`. `setup.report_fd` is filled in here; its other descriptors, if not negative, are inherited.
 
         The launcher's signals must be blocked by the caller for the moment of this call.
         """
@@ -46,7 +42,7 @@ class Worker:
             process = subprocess.Popen(
                 [sys.executable, "-m", module],
                 stdin=subprocess.PIPE,
-                pass_fds=[fd for fd in (write_fd, setup.listen_fd) if fd >= 0],
+                pass_fds=[fd for fd in (write_fd, setup.listen_fd, setup.heartbeat_fd) if fd >= 0],
             )
         finally:
             os.close(write_fd)
@@ -67,7 +63,9 @@ class Worker:
         if not block:
             return None
         *lines, self._rest = (self._rest + block).split(b"\n")
-        return [msgspec.json.decode(line, type=Report) for line in lines]
+        reports = [msgspec.json.decode(line, type=Report) for line in lines]
+        self.reported.update(report.kind for report in reports)
+        return reports
 
     def order(self, order: Order) -> None:
         """Tell it something; a dead one is told nothing."""

@@ -2,8 +2,8 @@
 
 The environment offers what templates written for transformers expect: trimmed blocks, `tojson` without HTML escapes,
 `raise_exception`, `strftime_now`, loop controls, `generation` blocks. Messages are checked and made plain first, so that a template
-never meets a null or a list of parts. A marker such as <|im_end|> inside a user's text is rendered as it stands, and becomes the
-control token when the prompt is tokenized, as with transformers' default.
+never meets a null or a list of parts. A marker such as <|im_end|> inside a user's text is rendered as it stands; what becomes of it is
+decided when the prompt is tokenized (`Tokenizer.encode_chat` keeps it text).
 
 Knows no token ids. Called by `loader`.
 """

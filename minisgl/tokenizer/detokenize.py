@@ -26,17 +26,22 @@ class TextStream:
     """The text of one output, token by token. `tokenizer` is a `loader.Tokenizer`.
 
     `skip_special_tokens` leaves the tokenizer's special tokens out. `stop`: strings that end the text; the one completed first counts
-    and is no part of the text, nor is what follows it. Raises RequestError if one of them is empty.
+    and is no part of the text, nor is what follows it. `continues`: the text is shown behind another one, so that a blank at its start
+    stays. Raises RequestError if a stop is empty.
     """
 
-    def __init__(self, tokenizer: _HasPieces, *, skip_special_tokens: bool = True, stop: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, tokenizer: _HasPieces, *, skip_special_tokens: bool = True, stop: tuple[str, ...] = (), continues: bool = False
+    ) -> None:
         self._pieces = tokenizer.pieces
         self._hidden = self._pieces.special_ids if skip_special_tokens else frozenset()
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors=self._pieces.rules.utf8_errors)
         self._stops = StopFinder(stop)
-        self._num_strip = self._pieces.rules.num_strip
-        self._is_first = True
+        self._num_strip = 0 if continues else self._pieces.rules.num_strip
+        self._is_first = not continues
         self._stopped = False
+        self.num_chars = 0
+        """Characters that the tokens so far have made, those included that are held back."""
 
     @property
     def stopped(self) -> bool:
@@ -65,6 +70,7 @@ class TextStream:
             text = self._strip_start(text)
         if not text:
             return ""
+        self.num_chars += len(text)
         shown, self._stopped = self._stops.push(text)
         return shown
 

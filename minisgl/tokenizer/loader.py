@@ -18,8 +18,10 @@ from typing import Any
 import tokenizers
 
 from minisgl.errors import ModelFormatError, RequestError
-from minisgl.tokenizer.chat_template import ChatTemplate
+from minisgl.tokenizer.chat_template import ChatTemplate, plain_messages
+from minisgl.tokenizer.control_tokens import ControlTokens
 from minisgl.tokenizer.detokenize import TextStream
+from minisgl.tokenizer.encode import encode_freely
 from minisgl.tokenizer.pieces import TokenPieces
 
 __all__ = ["Tokenizer", "check_unicode", "load_ids", "load_tokenizer"]
@@ -56,8 +58,13 @@ class Tokenizer:
         self.bos_token_id = self._named_id("bos_token")
         eos = self._named_id("eos_token")
         self.eos_token_ids = frozenset(eos_token_ids) | (frozenset() if eos is None else {eos})
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        vocab = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocab.values(), default=-1) + 1
         self.pieces = TokenPieces(backend, self.special_ids, where)
+        is_byte_level = self.pieces.rules.alphabet is not None
+        self.longest_token_bytes = max((len(text if is_byte_level else text.encode()) for text in vocab), default=0)
+        """A text of more bytes than so many a token has more tokens."""
+        self._control_tokens = ControlTokens(backend, self.special_ids)
 
     def _named_id(self, name: str) -> int | None:
         text = self._special_tokens.get(name)
@@ -73,7 +80,7 @@ class Tokenizer:
         Raises RequestError for text with an unpaired surrogate.
         """
         check_unicode(text, "prompt")
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return encode_freely(self._backend, text, add_special_tokens)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], /, add_generation_prompt: bool = True, **template_kwargs: Any) -> str:
         """The prompt text of a chat. `template_kwargs` are further variables for the template (`tools`, `enable_thinking`, …).
@@ -100,7 +107,19 @@ class Tokenizer:
         Raises what `render_chat` raises.
         """
         text = self.render_chat(messages, add_generation_prompt, **template_kwargs)
-        return self._backend.encode(text, add_special_tokens=False).ids
+        return encode_freely(self._backend, text, add_special_tokens=False)
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, allow_control_tokens: bool = False
+    ) -> list[int]:
+        """The ids of a stranger's chat: as `apply_chat_template`, but a control token that is spelled out in it stays plain text.
+
+        `variables` are the template's further ones. To be called in one thread. Raises what `render_chat` raises.
+        """
+        plain = plain_messages(messages)
+        if allow_control_tokens or not self._control_tokens.occur_in([plain, variables]):
+            return self.apply_chat_template(plain, **variables)
+        return self._control_tokens.encode([plain, variables], lambda hidden: self.render_chat(hidden[0], **hidden[1]))
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of an output: what a `TextStream` shows of it in all. Ids beyond the vocabulary are empty text."""

@@ -14,10 +14,11 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import Any, Union
 
 import numpy as np
 
-from minisgl.core import Int32Array
+from minisgl.core import FinishReason, Int32Array, SamplingParams, split_choices
 from minisgl.errors import RequestError
 from minisgl.message import (
     AbortBackendMsg,
@@ -29,13 +30,18 @@ from minisgl.message import (
     BatchBackendMsg,
     BatchFrontendMsg,
     BatchTokenizerMsg,
+    CacheFlushedMsg,
+    DecodeMsg,
     DetokenizeMsg,
+    FlushBackendMsg,
+    FlushCacheMsg,
+    PromptLogprobsMsg,
     TokenizeMsg,
     UserMsg,
     UserReply,
 )
-from minisgl.tokenizer.detokenize import TextStream
 from minisgl.tokenizer.loader import Tokenizer
+from minisgl.tokenizer.output import Output
 from minisgl.tokenizer.prompt import check_token_ids
 from minisgl.utils import ZmqPullQueue, ZmqPushQueue
 
@@ -44,6 +50,9 @@ __all__ = ["TokenizerWorker", "WorkerAddresses"]
 logger = logging.getLogger(__name__)
 
 INTERNAL_ERROR = "an internal error; the server's log tells more"
+Job = Union[TokenizeMsg, DecodeMsg]
+Outcome = Union[Int32Array, str, RequestError]
+"""What becomes of a job: ids, text, or a refusal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +62,6 @@ class WorkerAddresses:
     inbox: str
     backend: str
     frontend: str
-
-
-@dataclass(slots=True)
-class _Output:
-    """An accepted request that has not ended. Mutable: it counts."""
-
-    stream: TextStream
-    num_prompt_tokens: int
-    num_completion_tokens: int = 0
-    num_cached_tokens: int = 0
 
 
 class TokenizerWorker:
@@ -75,9 +74,10 @@ class TokenizerWorker:
         self._on_ready = on_ready
         self._limits: BackendReadyMsg | None = None
         self._encoder = _Encoder(tokenizer, addresses.inbox)
-        self._outputs: dict[int, _Output] = {}
+        self._outputs: dict[int, Output] = {}
+        """accepted requests that have not ended"""
         self._replies: list[UserReply] = []
-        self._orders: list[UserMsg | AbortBackendMsg] = []
+        self._orders: list[UserMsg | AbortBackendMsg | FlushBackendMsg] = []
 
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop` is set and one more message has come. Raises ConfigError if the inbox cannot be bound."""
@@ -106,38 +106,56 @@ class TokenizerWorker:
         for each in message.data if isinstance(message, BatchTokenizerMsg) else (message,):
             if isinstance(each, DetokenizeMsg):
                 self._detokenize(each)
-            elif isinstance(each, TokenizeMsg):
+            elif isinstance(each, PromptLogprobsMsg):
+                if each.uid in self._outputs:
+                    self._replies.append(self._outputs[each.uid].push_prompt(each))
+            elif isinstance(each, (TokenizeMsg, DecodeMsg)):
                 self._start_tokenizing(each)
             elif isinstance(each, AbortMsg):
-                self._abort(each.uid)
+                self._abort(each)
+            elif isinstance(each, FlushCacheMsg):
+                self._orders.append(FlushBackendMsg(each.uid))
+            elif isinstance(each, CacheFlushedMsg):
+                self._replies.append(_flush_reply(each))
             elif isinstance(each, BackendReadyMsg):
                 self._limits = each
                 self._on_ready(each)
 
     # ---- prompts --------------------------------------------------------------------------------------------------------------
 
-    def _start_tokenizing(self, request: TokenizeMsg) -> None:
+    def _start_tokenizing(self, request: Job) -> None:
         if self._limits is None:
-            error = RequestError("the model is still being loaded; try again later", status=503, code="starting")
-            self._replies.append(_rejection(request.uid, error))
-        elif request.uid in self._outputs or not self._encoder.submit(request):
+            self._reject(request, RequestError("the model is still being loaded; try again later", status=503, code="starting"))
+        elif request.uid in self._outputs or not self._encoder.submit(request, self._limits.max_seq_len):
             logger.error("uid %d is in use; its second request is dropped", request.uid)
 
-    def _finish_tokenizing(self, request: TokenizeMsg, outcome: Int32Array | RequestError) -> None:
-        """Accept or reject a request whose prompt has been tokenized."""
+    def _finish_tokenizing(self, request: Job, outcome: Outcome) -> None:
+        """Accept or reject a request whose prompt has been tokenized; answer one that asked for no more than that."""
         if isinstance(outcome, RequestError):
-            self._replies.append(_rejection(request.uid, outcome))
-            return
-        try:
-            self._check_length(len(outcome))
-        except RequestError as error:
-            self._replies.append(_rejection(request.uid, error))
-            return
-        params = request.sampling_params
-        stream = TextStream(self._tokenizer, skip_special_tokens=params.skip_special_tokens, stop=params.stop)
-        self._outputs[request.uid] = _Output(stream, len(outcome))
-        self._replies.append(UserReply(request.uid, "accepted", num_prompt_tokens=len(outcome)))
-        self._orders.append(UserMsg(request.uid, outcome, params))
+            self._reject(request, outcome)
+        elif isinstance(outcome, str):
+            self._replies.append(UserReply(request.uid, "final", text=outcome, finish_reason="stop"))
+        elif isinstance(request, TokenizeMsg) and request.only_ids:
+            self._replies.append(UserReply(request.uid, "final", token_ids=outcome.tolist(), finish_reason="stop"))
+        elif isinstance(request, TokenizeMsg):
+            try:
+                self._check_length(len(outcome))
+            except RequestError as error:
+                self._reject(request, error)
+            else:
+                self._accept(request, outcome)
+
+    def _accept(self, request: TokenizeMsg, ids: Int32Array) -> None:
+        """Send each choice to the scheduler as a request of its own."""
+        for uid, params in _choices(request):
+            output = Output(self._tokenizer, request, params, ids)
+            self._outputs[uid] = output
+            self._replies.append(output.accepted(uid))
+            self._orders.append(UserMsg(uid, ids, params, request.cache_salt))
+
+    def _reject(self, request: Job, error: RequestError) -> None:
+        for uid, _ in _choices(request):
+            self._replies.append(UserReply(uid, "rejected", status=error.status, code=error.code, message=str(error), param=error.param))
 
     def _check_length(self, num_tokens: int) -> None:
         """Raise RequestError if a prompt of `num_tokens` leaves no room for one new token. The scheduler checks the same."""
@@ -155,12 +173,21 @@ class TokenizerWorker:
                 code="kv_pool_exceeded",
             )
 
-    def _abort(self, uid: int) -> None:
-        """The client is gone. A uid that is not known has ended already: from the API, an abort never overtakes its request."""
-        if self._encoder.cancel(uid):
-            return
-        if self._outputs.pop(uid, None) is not None:
+    def _abort(self, message: AbortMsg) -> None:
+        """End a request. A uid that is not known has ended already: from the API, an abort never overtakes its request.
+
+        The API aborts all choices of a prompt while it is being tokenized, so the first one's uid stands for all.
+        """
+        uid = message.uid
+        request = self._encoder.cancel(uid)
+        if request is not None:
+            if message.wants_ending:
+                self._reject(request, RequestError("the request was aborted before it began", status=409, code="aborted"))
+        elif uid in self._outputs:
+            output = self._outputs.pop(uid)
             self._orders.append(AbortBackendMsg(uid))
+            if message.wants_ending:
+                self._replies.append(output.final(uid, output.finish(), "abort"))
 
     # ---- answers --------------------------------------------------------------------------------------------------------------
 
@@ -169,45 +196,55 @@ class TokenizerWorker:
         if output is None:
             logger.debug("a token of uid %d, which has ended, is dropped", message.uid)
             return
-        text = self._push(output, message)
-        stream = output.stream
-        if message.finished and not stream.stopped:
-            text += stream.finish()
-        if stream.stopped or message.finished:
-            self._end(message, output, text)
-        elif text:
-            self._replies.append(UserReply(message.uid, "delta", text=text, num_completion_tokens=output.num_completion_tokens))
+        reply = output.push(message)
+        if output.is_stopped or message.finished:
+            self._end(message, output, reply)
+        elif reply.text or reply.scores or reply.token_ids:
+            self._replies.append(reply)
 
-    def _push(self, output: _Output, message: DetokenizeMsg) -> str:
-        """Count the token; the text that it makes safe to show. An end id counts and shows nothing."""
-        output.num_cached_tokens = max(output.num_cached_tokens, message.num_cached_tokens)
-        if message.next_token is None:
-            return ""
-        output.num_completion_tokens += 1
-        return "" if message.finish_reason == "stop" else output.stream.push(message.next_token)
-
-    def _end(self, message: DetokenizeMsg, output: _Output, text: str) -> None:
-        """Send the one ending and forget the request; tell the scheduler if it does not know yet."""
+    def _end(self, message: DetokenizeMsg, output: Output, last: UserReply) -> None:
+        """Send the one ending, with what the last token brought, and forget the request; tell the scheduler if it does not know yet."""
         del self._outputs[message.uid]
         if not message.finished:
             self._orders.append(AbortBackendMsg(message.uid))
-        reply = UserReply(
-            message.uid,
-            "final",
-            text=text,
-            num_prompt_tokens=output.num_prompt_tokens,
-            num_completion_tokens=output.num_completion_tokens,
-            num_cached_tokens=output.num_cached_tokens,
-            finish_reason="stop" if output.stream.stopped else message.finish_reason or "error",
-        )
-        if reply.finish_reason in ("error", "abort"):
-            reply.status, reply.code = (503, "aborted") if reply.finish_reason == "abort" else (500, "internal_error")
+        reason: FinishReason = "stop" if output.is_stopped else message.finish_reason or "error"
+        reply = output.final(message.uid, last.text + output.finish(), reason)
+        reply.token_ids, reply.scores = last.token_ids, last.scores
+        if reason in ("error", "abort"):
+            reply.status, reply.code = (503, "aborted") if reason == "abort" else (500, "internal_error")
             reply.message = message.error or INTERNAL_ERROR
         self._replies.append(reply)
 
 
-def _rejection(uid: int, error: RequestError) -> UserReply:
-    return UserReply(uid, "rejected", status=error.status, code=error.code, message=str(error), param=error.param)
+def _choices(request: Job) -> list[tuple[int, SamplingParams]]:
+    """The uids of a request's choices, each with its own parameters."""
+    params = split_choices(request.sampling_params) if isinstance(request, TokenizeMsg) else [SamplingParams()]
+    return [(request.uid + choice, own) for choice, own in enumerate(params)]
+
+
+def _flush_reply(message: CacheFlushedMsg) -> UserReply:
+    if not message.num_running:
+        return UserReply(message.uid, "final", finish_reason="stop")
+    text = f"{message.num_running} requests run; the cache can be flushed when none does"
+    return UserReply(message.uid, "rejected", status=409, code="busy", message=text)
+
+
+def _check_size(prompt: Any, most: int) -> None:
+    """Raise RequestError, before anything else is done with it, for a prompt whose texts have more than `most` bytes."""
+    num_bytes = _num_bytes(prompt)
+    if num_bytes > most:
+        raise RequestError(
+            f"the prompt has {num_bytes} bytes; at most {most} can fit the context", status=413, code="request_too_large", param="prompt"
+        )
+
+
+def _num_bytes(value: Any) -> int:
+    """UTF-8 bytes of all texts in `value`."""
+    if isinstance(value, str):
+        return len(value.encode(errors="surrogatepass"))
+    if isinstance(value, dict):
+        return sum(map(_num_bytes, value.values()))
+    return sum(map(_num_bytes, value)) if isinstance(value, list) else 0
 
 
 class _Encoder:
@@ -216,9 +253,10 @@ class _Encoder:
     def __init__(self, tokenizer: Tokenizer, wake_addr: str) -> None:
         self._tokenizer = tokenizer
         self._wake_addr = wake_addr
-        self._pending: dict[int, TokenizeMsg] = {}
-        self._todo: SimpleQueue[TokenizeMsg | None] = SimpleQueue()
-        self._done: SimpleQueue[tuple[TokenizeMsg, Int32Array | RequestError]] = SimpleQueue()
+        self._max_prompt_bytes = 0
+        self._pending: dict[int, Job] = {}
+        self._todo: SimpleQueue[Job | None] = SimpleQueue()
+        self._done: SimpleQueue[tuple[Job, Outcome]] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="tokenize", daemon=True)
 
     def __enter__(self) -> _Encoder:
@@ -231,19 +269,20 @@ class _Encoder:
         self._todo.put(None)
         self._thread.join()
 
-    def submit(self, request: TokenizeMsg) -> bool:
-        """Queue a request; False if its uid is queued already."""
+    def submit(self, request: Job, context: int) -> bool:
+        """Queue a request; False if its uid is queued already. A text that cannot fit the `context`, in tokens, will not be read."""
         if request.uid in self._pending:
             return False
+        self._max_prompt_bytes = context * self._tokenizer.longest_token_bytes
         self._pending[request.uid] = request
         self._todo.put(request)
         return True
 
-    def cancel(self, uid: int) -> bool:
-        """Forget a queued request, or the result that is being made; False if there is none."""
-        return self._pending.pop(uid, None) is not None
+    def cancel(self, uid: int) -> Job | None:
+        """Forget a queued request, or the result that is being made, and return it; None if there is none."""
+        return self._pending.pop(uid, None)
 
-    def take_done(self) -> list[tuple[TokenizeMsg, Int32Array | RequestError]]:
+    def take_done(self) -> list[tuple[Job, Outcome]]:
         """What has been tokenized or refused since the last call and was not cancelled."""
         done = []
         while not self._done.empty():
@@ -262,8 +301,11 @@ class _Encoder:
                     self._done.put((request, self._encode(request)))
                     loop.put(wake_up)
 
-    def _encode(self, request: TokenizeMsg) -> Int32Array | RequestError:
+    def _encode(self, request: Job) -> Outcome:
         try:
+            if isinstance(request, DecodeMsg):
+                check_token_ids(request.input_ids, self._tokenizer.vocab_size)
+                return self._tokenizer.decode(request.input_ids, request.skip_special_tokens)
             return np.array(self._ids(request), dtype=np.int32)
         except RequestError as error:
             return error
@@ -276,10 +318,13 @@ class _Encoder:
         given = [name for name in ("text", "input_ids", "messages") if getattr(request, name) is not None]
         if len(given) != 1:
             raise RequestError(f"exactly one of text, input_ids and messages is wanted; {', '.join(given) or 'none'} found")
+        _check_size([request.text, request.messages], self._max_prompt_bytes)
         if request.text is not None:
-            ids = self._tokenizer.encode(request.text)
+            ids = self._tokenizer.encode(request.text, request.add_special_tokens)
         elif request.messages is not None:
-            ids = self._tokenizer.apply_chat_template(request.messages, **request.chat_template_kwargs)
+            ids = self._tokenizer.encode_chat(
+                request.messages, request.chat_template_kwargs, allow_control_tokens=request.allow_control_tokens
+            )
         else:
             ids = request.input_ids or []
         check_token_ids(ids, self._tokenizer.vocab_size)

@@ -1,26 +1,33 @@
 """API and tokenizer as threads of the test, with the real sockets and HTTP between them; the test itself plays the scheduler.
 
-The model speaks bytes: token n below 256 is byte n, and a chat's prompt is its messages' contents, one after the other.
+The model speaks bytes: token n below 256 is byte n, and a chat's prompt is its messages' contents, one after the other. All replies to
+the API pass a tap that counts: when a server has been used, each request that it accepted has had exactly one ending.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import secrets
 import socket
 import threading
+import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import httpx
 
+from minisgl.core import TokenLogprobs
 from minisgl.message import (
     AbortBackendMsg,
     BackendReadyMsg,
     BaseBackendMsg,
+    BaseFrontendMsg,
     BaseTokenizerMsg,
     BatchBackendMsg,
+    BatchFrontendMsg,
     BatchTokenizerMsg,
     DetokenizeMsg,
     UserMsg,
@@ -28,10 +35,11 @@ from minisgl.message import (
 from minisgl.scheduler.config import SchedulerConfig
 from minisgl.server.api_process import make_server
 from minisgl.server.app import create_app
+from minisgl.server.defaults import SamplingDefaults
 from minisgl.server.frontend import Frontend
 from minisgl.tokenizer.chat_template import ChatTemplate
 from minisgl.tokenizer.worker import TokenizerWorker, WorkerAddresses
-from minisgl.utils import ZmqPullQueue, ZmqPushQueue
+from minisgl.utils import ZmqPullQueue, ZmqPushQueue, ipc_address
 from tests.tokenizer.fakes import byte_level, ours
 
 WAIT = 10.0
@@ -52,13 +60,25 @@ class FakeScheduler:
     def __init__(self, inbox: ZmqPullQueue[BaseBackendMsg], outbox: ZmqPushQueue[BaseTokenizerMsg]) -> None:
         self._inbox, self._outbox = inbox, outbox
         self._waiting: list[BaseBackendMsg] = []
+        self.aborts: Counter[int] = Counter()
+        """aborts that have arrived, heard or not, by uid"""
 
     def hear(self) -> BaseBackendMsg:
         """The next message."""
         if not self._waiting:
-            message = self._inbox.get(WAIT)
-            self._waiting = list(message.data) if isinstance(message, BatchBackendMsg) else [message]
+            self.let_arrive(WAIT)
         return self._waiting.pop(0)
+
+    def heard_already(self) -> BaseBackendMsg | None:
+        """The next message of those that have been taken from the socket; None if there is none."""
+        return self._waiting.pop(0) if self._waiting else None
+
+    def let_arrive(self, timeout: float) -> None:
+        """Take one more frame. Raises TimeoutError."""
+        message = self._inbox.get(timeout)
+        messages = list(message.data) if isinstance(message, BatchBackendMsg) else [message]
+        self._waiting += messages
+        self.aborts.update(each.uid for each in messages if isinstance(each, AbortBackendMsg))
 
     def hear_request(self) -> UserMsg:
         message = self.hear()
@@ -75,11 +95,55 @@ class FakeScheduler:
         for token in text.encode():
             self.send(DetokenizeMsg(uid, token))
 
+    def say_scored(self, uid: int, text: str, num_top: int = 0) -> None:
+        """The same, each token with log probability -token/100 and the `num_top` tokens after it, which are a tenth less likely."""
+        for token in text.encode():
+            self.send(DetokenizeMsg(uid, token, logprobs=scored(token, num_top)))
+
     def end(self, uid: int, reason: str = "length", token: int | None = None, error: str | None = None) -> None:
         self.send(DetokenizeMsg(uid, token, True, reason, error=error))
 
     def send(self, message: BaseTokenizerMsg) -> None:
         self._outbox.put(message)
+
+
+def scored(token: int, num_top: int = 0) -> TokenLogprobs:
+    """Made-up log probabilities: the token's own is -token/100."""
+    top = tuple(token + place for place in range(num_top))
+    return TokenLogprobs(token, -token / 100, top, tuple(-token / 100 - place / 10 for place in range(num_top)))
+
+
+class Tap:
+    """Hands the tokenizer's replies on to the API and counts them."""
+
+    def __init__(self, inbox: ZmqPullQueue[BaseFrontendMsg], outbox: ZmqPushQueue[BaseFrontendMsg]) -> None:
+        self._inbox, self._outbox = inbox, outbox
+        self.accepted: Counter[int] = Counter()
+        self.finals: Counter[int] = Counter()
+
+    def run(self, stop: threading.Event) -> None:
+        while not stop.is_set():
+            with contextlib.suppress(TimeoutError):
+                frame = self._inbox.get_raw(0.05)
+                message = self._inbox.decode(frame)
+                for reply in message.data if isinstance(message, BatchFrontendMsg) else [message]:
+                    self.accepted[reply.uid] += reply.kind == "accepted"
+                    self.finals[reply.uid] += reply.kind == "final" and reply.num_prompt_tokens > 0
+                self._outbox.put_raw(frame)
+
+    def check(self, scheduler: FakeScheduler, *, is_broken: bool, timeout: float = WAIT) -> None:
+        """Each accepted uid has one final reply, or none and one abort. Where the doors were closed the API has ended the rest itself."""
+        deadline = time.monotonic() + timeout
+        while (left := self._without_ending(scheduler)) and not is_broken and time.monotonic() < deadline:
+            with contextlib.suppress(TimeoutError):
+                scheduler.let_arrive(0.05)
+        assert is_broken or not left, f"accepted and not ended: {left}"
+        assert max(self.accepted.values(), default=0) <= 1
+        assert all(count <= self.accepted[uid] for uid, count in self.finals.items())
+        assert all(scheduler.aborts[uid] == 1 for uid, count in self.accepted.items() if count and not self.finals[uid]) or is_broken
+
+    def _without_ending(self, scheduler: FakeScheduler) -> list[int]:
+        return [uid for uid, count in self.accepted.items() if count and not self.finals[uid] and not scheduler.aborts[uid]]
 
 
 class LocalServer:
@@ -97,6 +161,20 @@ class LocalServer:
         """Ask in another thread: the scheduler's part is still to be played."""
         return self._threads.submit(self.chat, **body)
 
+    def ask(self, path: str, body: dict | None = None) -> Future[httpx.Response]:
+        """POST in another thread."""
+        return self._threads.submit(self.client.post, path, json=body)
+
+    @staticmethod
+    def events(response: httpx.Response) -> Iterator[dict]:
+        """The JSON of each event of a stream that ends as it should."""
+        for line in response.iter_lines():
+            if line == "data: [DONE]":
+                return
+            if line:
+                yield json.loads(line.removeprefix("data: "))
+        raise AssertionError("the stream has no [DONE]")
+
     def hears_no_abort(self) -> bool:
         """A new request is the very next thing that the scheduler hears."""
         answer = self.start_chat()
@@ -113,24 +191,48 @@ def chat_body(content: str = "Hello", **body) -> dict:
 
 
 @contextlib.contextmanager
-def local_server(*, is_open: bool = True) -> Iterator[LocalServer]:
-    """Start all of it; at the end, check that no request is left over in the API."""
+def local_server(*, is_open: bool = True, defaults: SamplingDefaults | None = None) -> Iterator[LocalServer]:
+    """Start all of it; at the end, check that no request is left over and that each had one ending."""
     config = SchedulerConfig(_unique_suffix=f"test-{secrets.token_hex(4)}", backend_create_detokenizer_link=False)
     with contextlib.ExitStack() as stack:
         inbox = stack.enter_context(ZmqPullQueue(config.zmq_backend_addr, create=True, decoder=BaseBackendMsg.decoder))
         outbox = stack.enter_context(ZmqPushQueue(config.zmq_detokenizer_addr, create=False, encoder=BaseTokenizerMsg.encoder))
         scheduler = FakeScheduler(inbox, outbox)
+        tap = stack.enter_context(_tap(config))
         stack.enter_context(_tokenizer(config, scheduler))
-        server = stack.enter_context(_api(config, scheduler))
-        if is_open:
-            server.call_in_loop(server.frontend.open_doors)
-        yield server
+        with _api(config, scheduler, defaults) as server:
+            if is_open:
+                server.call_in_loop(server.frontend.open_doors)
+            yield server
+        tap.check(scheduler, is_broken=server.frontend.refusal is not None)
+
+
+@contextlib.contextmanager
+def _tap(config: SchedulerConfig) -> Iterator[Tap]:
+    stop = threading.Event()
+    with (
+        ZmqPullQueue(_tap_addr(config), create=True, decoder=BaseFrontendMsg.decoder) as inbox,
+        ZmqPushQueue(config.zmq_frontend_addr, create=False, encoder=BaseFrontendMsg.encoder) as outbox,
+    ):
+        tap = Tap(inbox, outbox)
+        thread = threading.Thread(target=tap.run, args=(stop,))
+        thread.start()
+        try:
+            yield tap
+        finally:
+            stop.set()
+            thread.join(WAIT)
+            assert not thread.is_alive()
+
+
+def _tap_addr(config: SchedulerConfig) -> str:
+    return ipc_address(config._unique_suffix, "tap")
 
 
 @contextlib.contextmanager
 def _tokenizer(config: SchedulerConfig, scheduler: FakeScheduler) -> Iterator[None]:
     ready, stop = threading.Event(), threading.Event()
-    addresses = WorkerAddresses(config.zmq_detokenizer_addr, config.zmq_backend_addr, config.zmq_frontend_addr)
+    addresses = WorkerAddresses(config.zmq_detokenizer_addr, config.zmq_backend_addr, _tap_addr(config))
     worker = TokenizerWorker(ours(byte_level(), chat_template=TEMPLATE), addresses, on_ready=lambda _: ready.set())
     thread = threading.Thread(target=worker.run, args=(stop,))
     thread.start()
@@ -146,7 +248,7 @@ def _tokenizer(config: SchedulerConfig, scheduler: FakeScheduler) -> Iterator[No
 
 
 @contextlib.contextmanager
-def _api(config: SchedulerConfig, scheduler: FakeScheduler) -> Iterator[LocalServer]:
+def _api(config: SchedulerConfig, scheduler: FakeScheduler, defaults: SamplingDefaults | None) -> Iterator[LocalServer]:
     started = threading.Event()
     loops: list[asyncio.AbstractEventLoop] = []
 
@@ -160,7 +262,7 @@ def _api(config: SchedulerConfig, scheduler: FakeScheduler) -> Iterator[LocalSer
         assert done.wait(WAIT)
 
     frontend = Frontend(config.zmq_frontend_addr, config.zmq_detokenizer_addr)
-    uvicorn_server = make_server(create_app(frontend, MODEL, on_started))
+    uvicorn_server = make_server(create_app(frontend, MODEL, on_started, defaults))
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]})
         thread.start()

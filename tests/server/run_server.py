@@ -1,10 +1,15 @@
-"""`minisgl serve` with another scheduler process: run_server.py MODEL_DIR SUFFIX SCHEDULER_MODULE. Started by the lifecycle tests."""
+"""`minisgl serve` with another scheduler process: run_server.py MODEL_DIR SUFFIX SCHEDULER_MODULE OPTIONS. Started by tests.
+
+OPTIONS is a JSON object: `tp` is the number of ranks, the others are fields of ServerOptions.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 
+from minisgl.distributed import DistributedInfo
 from minisgl.errors import MinisglError
 from minisgl.scheduler.config import SchedulerConfig
 from minisgl.server.launcher import CHILD_MODULES, serve
@@ -16,10 +21,12 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-def main(model_dir: str, suffix: str, scheduler_module: str) -> int:
+def main(model_dir: str, suffix: str, scheduler_module: str, options_json: str) -> int:
     logging.basicConfig(level=logging.INFO)
-    config = SchedulerConfig(model_path=model_dir, _unique_suffix=suffix, backend_create_detokenizer_link=False)
-    options = ServerOptions(config, port=0)
+    settings = json.loads(options_json)
+    ranks = DistributedInfo(0, settings.pop("tp", 1))
+    config = SchedulerConfig(model_path=model_dir, tp_info=ranks, _unique_suffix=suffix, backend_create_detokenizer_link=False)
+    options = ServerOptions(config, port=0, **settings)
     try:
         return serve(options, say=say, child_modules={**CHILD_MODULES, "scheduler": scheduler_module})
     except MinisglError as error:

@@ -64,6 +64,8 @@ class ServerProcess:
         self.suffix = suffix
         self.lines: queue.Queue[str] = queue.Queue()
         self.errors: list[str] = []
+        self.said: list[str] = []
+        """what it has said before it was ready"""
         self.url = ""
         self.children: dict[str, int] = {}
         self._readers = [
@@ -82,19 +84,23 @@ class ServerProcess:
         deadline = time.monotonic() + START_S
         while not self.url:
             line = self.lines.get(timeout=max(0.0, deadline - time.monotonic()))
+            self.said.append(line)
             if match := re.fullmatch(r"ready: (.*)/v1", line):
                 self.url = match[1]
             elif match := re.fullmatch(r" *_unique_suffix = (.*)", line):
                 self.suffix = match[1]
         self.find_children()
-        assert set(self.children) == {"api", "tokenizer", "scheduler"}
+        assert {"api", "tokenizer", "scheduler"} <= set(self.children)
 
     def find_children(self) -> None:
-        """Names and pids of the launcher's children, from their command lines."""
+        """Names and pids of the launcher's children, from their command lines; further ranks are called "scheduler rank 1" and so on."""
         pids = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         for pid in map(int, pids):
             module = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[2].decode()
-            name = module.rpartition(".")[2].removesuffix("_process").removeprefix("fake_")
+            name = module.rpartition(".")[2].removesuffix("_process")
+            if name not in ("api", "tokenizer"):
+                rank = sum(other.startswith("scheduler") for other in self.children)
+                name = f"scheduler rank {rank}" if rank else "scheduler"
             self.children[name] = pid
 
     def wait_for_exit(self, timeout: float = END_S) -> int:
@@ -129,10 +135,13 @@ class ServerProcess:
 
 
 @contextlib.contextmanager
-def server_process(model_dir: Path, *, scheduler: str = "tests.server.fake_scheduler", **environment: str) -> Iterator[ServerProcess]:
-    """Start `run_server.py`, in a process group of its own. Not waited for."""
-    suffix = f"test-{secrets.token_hex(4)}"
-    with started(["tests.server.run_server", str(model_dir), suffix, scheduler], suffix, **environment) as server:
+def server_process(
+    model_dir: Path, *, scheduler: str = "tests.server.fake_scheduler", options: dict | None = None, suffix: str = "", **environment: str
+) -> Iterator[ServerProcess]:
+    """Start `run_server.py` with these fields of ServerOptions, in a process group of its own. Not waited for."""
+    suffix = suffix or f"test-{secrets.token_hex(4)}"
+    words = ["tests.server.run_server", str(model_dir), suffix, scheduler, json.dumps(options or {})]
+    with started(words, suffix, **environment) as server:
         yield server
 
 

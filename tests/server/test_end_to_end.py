@@ -26,7 +26,7 @@ def test_http_answers_are_the_offline_ones_and_ctrl_c_leaves_nothing_behind(tiny
     assert wanted.error is None
     with started(["minisgl", "--model", model, "--port", "0", "--num-pages", "64", "--max-seq-len", "256"]) as server:
         server.wait_until_ready()
-        url, body = f"{server.url}/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 24}
+        url, body = f"{server.url}/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 24, "temperature": 0}
         plain = httpx.post(url, json=body, timeout=30).json()
         with httpx.stream("POST", url, json={**body, "stream": True}, timeout=30) as response:
             chunks = [json.loads(line[6:]) for line in response.iter_lines() if line and not line.endswith("[DONE]")]
@@ -39,3 +39,19 @@ def test_http_answers_are_the_offline_ones_and_ctrl_c_leaves_nothing_behind(tiny
         assert server.wait_for_exit() == 130
         assert server.leaves_nothing_behind()
         assert "Traceback" not in server.stderr
+
+
+@pytest.mark.slow
+def test_two_ranks_answer_like_one(tiny_models):
+    texts = []
+    for ranks in ("1", "2"):
+        words = ["minisgl", "--model", str(tiny_models("llama")), "--port", "0", "--num-pages", "64", "--max-seq-len", "256", "--tp", ranks]
+        with started(words) as server:
+            server.wait_until_ready()
+            body = {"messages": MESSAGES, "max_tokens": 24, "temperature": 0}
+            texts.append(httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()["choices"][0]["message"]["content"])
+            server.process.send_signal(signal.SIGINT)
+            assert server.wait_for_exit() == 130
+            assert server.leaves_nothing_behind()
+            assert "Traceback" not in server.stderr
+    assert texts[0] == texts[1] != ""

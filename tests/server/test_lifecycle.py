@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -32,7 +33,8 @@ def model_dir(tmp_path_factory):
 
 @pytest.fixture
 def running(model_dir):
-    with server_process(model_dir) as server:
+    """A server that does not wait long for requests that go on and on."""
+    with server_process(model_dir, options={"drain_timeout": 0.3, "served_model_name": "shop/clerk"}) as server:
         server.wait_until_ready()
         yield server
 
@@ -90,7 +92,10 @@ def test_a_server_says_what_it_is_and_answers(running):
         "logprobs": None,
         "finish_reason": "length",
     }
-    assert httpx.get(f"{running.url}/health").status_code == 200
+    assert httpx.get(f"{running.url}/v1/models").json()["data"][0]["id"] == answer.json()["model"] == "shop/clerk"
+    assert running.said[0] == "minisgl serves shop/clerk"
+    assert {"  drain_timeout = 0.3", "  page_size = 0", "  ranks = 1"} <= set(running.said)
+    assert [name for name in ("api", "tokenizer", "scheduler") if not re.search(rf"\d s  {name}: ", "\n".join(running.said))] == []
     for name in ("api", "tokenizer"):
         assert "libtorch" not in Path(f"/proc/{running.children[name]}/maps").read_text()
 
@@ -107,6 +112,58 @@ def test_a_signal_under_load_leaves_nothing_behind(running, number, is_group):
     assert running.wait_for_exit() == 128 + number
     assert running.leaves_nothing_behind()
     assert "Traceback" not in running.stderr
+
+
+def refusal(url):
+    """Why a new request is refused now; "" if it is not."""
+    response = httpx.post(f"{url}/v1/chat/completions", json={**BODY, "max_tokens": 1}, timeout=END_S)
+    return response.json()["error"]["code"] if response.status_code == 503 else ""
+
+
+def test_sigterm_lets_running_requests_end_and_refuses_new_ones(model_dir):
+    with server_process(model_dir, options={"drain_timeout": 60}) as server, ThreadPoolExecutor(1) as thread:
+        server.wait_until_ready()
+        long = thread.submit(httpx.post, f"{server.url}/v1/chat/completions", json={**BODY, "max_tokens": 400}, timeout=30)
+        assert wait_until(lambda: httpx.get(f"{server.url}/health/progress").json()["num_requests"] == 1)
+        server.process.send_signal(signal.SIGTERM)
+        assert wait_until(lambda: refusal(server.url) == "draining")
+        assert [httpx.get(f"{server.url}/health{path}").status_code for path in ("", "/ready")] == [200, 503]
+        assert long.result(END_S).json()["usage"]["completion_tokens"] == 400
+        assert server.wait_for_exit() == 128 + signal.SIGTERM
+        assert server.leaves_nothing_behind()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_the_drain_at_once(model_dir, number):
+    with server_process(model_dir, options={"drain_timeout": 60}) as server:
+        server.wait_until_ready()
+        with requests_in_flight(server.url) as futures:
+            server.process.send_signal(signal.SIGTERM)
+            assert wait_until(lambda: refusal(server.url) == "draining")
+            server.process.send_signal(number)
+            assert has_ended_with_an_error(*futures)
+        assert server.wait_for_exit(3) == 128 + signal.SIGTERM
+        assert server.leaves_nothing_behind()
+
+
+def test_a_worker_that_dies_during_the_drain_ends_the_server(model_dir):
+    with server_process(model_dir, options={"drain_timeout": 60}) as server:
+        server.wait_until_ready()
+        with requests_in_flight(server.url) as futures:
+            server.process.send_signal(signal.SIGTERM)
+            assert wait_until(lambda: refusal(server.url) == "draining")
+            os.kill(server.children["scheduler"], signal.SIGKILL)
+            assert has_ended_with_an_error(*futures)
+        assert server.wait_for_exit() == 1
+        assert server.leaves_nothing_behind()
+
+
+def test_a_second_server_of_the_same_name_is_refused_and_the_first_goes_on(running, model_dir):
+    with server_process(model_dir, suffix=running.suffix) as second:
+        assert second.wait_for_exit() == 1
+        assert "a live server listens on" in second.stderr
+    assert refusal(running.url) == ""
+    assert len(running.sockets()) == 3
 
 
 def test_a_killed_launcher_leaves_nothing_behind(running):
@@ -166,13 +223,14 @@ def test_a_scheduler_that_dies_while_loading_ends_the_server_with_the_cause(mode
         assert server.leaves_nothing_behind()
 
 
-def test_ctrl_c_while_loading_leaves_nothing_behind(model_dir):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_while_loading_leaves_nothing_behind(model_dir, number):
     with server_process(model_dir, FAKE_SCHEDULER="hang") as server:
         assert wait_until(lambda: len(server.sockets()) == 2, 30)  # the API's and the tokenizer's
         server.find_children()
         assert len(server.children) == 3
-        server.process.send_signal(signal.SIGINT)
-        assert server.wait_for_exit() == 130
+        server.process.send_signal(number)
+        assert server.wait_for_exit() == (-number if number == signal.SIGKILL else 128 + number)
         assert server.leaves_nothing_behind()
 
 
@@ -210,8 +268,7 @@ def test_a_busy_port_is_told_at_once(model_dir):
     ("words", "told"),
     [
         (["/no/such/model"], "/no/such/model"),
-        (["--tp", "2"], "--tp: 2 found"),
-        (["--port", "70000"], "--port: 70000 found"),
+        (["--port", "70000"], "port: 70000 found"),
         (["--page-size", "-1"], "--page-size"),
         (["a", "--model", "b"], "name one model"),
         (["--host", "256.1.1.1"], "cannot listen on 256.1.1.1"),

@@ -1,0 +1,153 @@
+"""All children of one server, which live and die together: started, waited for, drained, ended.
+
+Knows what children report and obey, not what they do. Called by the launcher.
+"""
+
+from __future__ import annotations
+
+import selectors
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from minisgl.errors import WorkerError
+from minisgl.scheduler.config import SchedulerConfig
+from minisgl.server.child import Order
+from minisgl.server.options import ChildSetup, settings_of
+from minisgl.server.signals import Signals, blocked_signals
+from minisgl.server.workers import Worker, describe_exit
+
+__all__ = ["Children", "Program"]
+
+LAST_WORDS_S = 4.0
+"""How long the API may take to end pending requests; slightly more than it gives its clients."""
+LEAVE_S = 2.0
+"""How long the others may take to go by themselves."""
+HURRIED_S = 0.5
+"""Instead of both, once a second signal has come."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A child to be started."""
+
+    name: str
+    module: str
+    rank: int = 0
+    """of a scheduler"""
+    listens: bool = False
+    """It gets the listening socket: the API."""
+    reports_ready: bool = True
+    """False: another one is ready for it."""
+
+
+class Children:
+    """They are started once. Whatever a method raises, `stop` is still to be called."""
+
+    def __init__(self, on_stage: Callable[[str], None]) -> None:
+        """`on_stage` is called with what a child has done."""
+        self.failed = "a process"
+        """which child ended the server"""
+        self._on_stage = on_stage
+        self._workers: list[Worker] = []
+        self._awaited: list[Worker] = []
+        self._api: Worker | None = None
+        self._is_hurried = False
+
+    def start(self, programs: Sequence[Program], setup: ChildSetup, config: SchedulerConfig) -> None:
+        """Start all of them, in this order."""
+        for place, program in enumerate(programs):
+            own = msgspec.structs.replace(
+                setup, place=place, settings=settings_of(config, program.rank), listen_fd=setup.listen_fd if program.listens else -1
+            )
+            with blocked_signals():
+                worker = Worker.start(program.name, program.module, own)
+                self._workers.append(worker)
+            if program.reports_ready:
+                self._awaited.append(worker)
+            if program.listens:
+                self._api = worker
+
+    def wait_until_ready(self, signals: Signals) -> int | None:
+        """Return None when all are ready, or the number of a signal that came first. Raises WorkerError with a failed one's cause."""
+        return self._handle_until(lambda: all("ready" in worker.reported for worker in self._awaited), signals)
+
+    def open_doors(self, signals: Signals) -> int | None:
+        """Let requests in. Returns and raises as `wait_until_ready`."""
+        api = self._order_api(Order("open"))
+        return self._handle_until(lambda: "open" in api.reported, signals)
+
+    def watch(self, signals: Signals) -> int:
+        """Wait for a signal; returns its number. Raises WorkerError if a child dies."""
+        number = self._handle_until(lambda: False, signals)
+        assert number is not None
+        return number
+
+    def drain(self, why: str, timeout: float, signals: Signals) -> None:
+        """Take no new request and return when those that run have ended, after `timeout` seconds, or at a signal; then `stop` hurries.
+
+        Raises WorkerError if a child dies.
+        """
+        api = self._order_api(Order("drain", why))
+        number = self._handle_until(lambda: "drained" in api.reported, signals, time.monotonic() + timeout)
+        self._is_hurried = number is not None
+
+    def stop(self, why: str, signals: Signals) -> None:
+        """End pending requests with the error `why`, then all processes. A further signal cuts the waiting short."""
+        if self._api is not None and "ready" in self._api.reported:
+            self._api.order(Order("close", why))
+            self._wait_for([self._api], HURRIED_S if self._is_hurried else LAST_WORDS_S, signals)
+        for worker in self._workers:
+            worker.let_go()
+        self._wait_for(self._workers, HURRIED_S if self._is_hurried else LEAVE_S, signals)
+        for worker in self._workers:
+            worker.kill()
+
+    def _order_api(self, order: Order) -> Worker:
+        assert self._api is not None
+        self._api.order(order)
+        return self._api
+
+    def _handle_until(self, is_done: Callable[[], bool], signals: Signals, deadline: float | None = None) -> int | None:
+        """Handle events until `is_done`, the deadline, or a signal, whose number is returned."""
+        number = None
+        while number is None and not is_done():
+            timeout = None if deadline is None else deadline - time.monotonic()
+            if timeout is not None and timeout <= 0:
+                break
+            number = self._handle_events(signals, timeout)
+        return number
+
+    def _handle_events(self, signals: Signals, timeout: float | None) -> int | None:
+        """Wait for something to happen; the number of a signal if that is what happened."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(signals, selectors.EVENT_READ)
+            for worker in self._workers:
+                selector.register(worker, selectors.EVENT_READ)
+            ready = [key.fileobj for key, _ in selector.select(timeout)]
+        if signals in ready:
+            return signals.take()
+        heard = [(worker, worker.read_reports()) for worker in self._workers if worker in ready]
+        for worker, reports in heard:  # first: what others say of a dead one is no more than a consequence
+            if reports is None:
+                self.failed = f"the {worker.name} process"
+                raise WorkerError(f"{self.failed} (pid {worker.pid}) died: {describe_exit(worker.wait(LEAVE_S))}")
+        for worker, reports in heard:
+            for report in reports or ():
+                if report.kind == "failed":
+                    self.failed = f"the {worker.name} process"
+                    raise WorkerError(f"{self.failed} failed: {report.text}")
+                if report.kind in ("stage", "ready"):
+                    self._on_stage(f"{worker.name}: {report.text or report.kind}")
+        return None
+
+    @staticmethod
+    def _wait_for(workers: Sequence[Worker], timeout: float, signals: Signals) -> None:
+        """Return when all have gone, the time is over or a signal has come."""
+        deadline = time.monotonic() + timeout
+        for worker in workers:
+            while worker.wait(0.05) is None:
+                if signals.has_come() or time.monotonic() > deadline:
+                    return

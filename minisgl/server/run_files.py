@@ -1,0 +1,32 @@
+"""The files of one server in the run directory: claimed before the start, removed when all is over. Called by launcher and children."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from minisgl.scheduler.config import SchedulerConfig
+from minisgl.utils.run_dir import claim_socket_path, ipc_path
+
+__all__ = ["claim_run_files", "remove_run_files"]
+
+
+def claim_run_files(config: SchedulerConfig) -> None:
+    """See that no live server uses this suffix, then remove what a dead one left: ranks that met an old rendezvous would never meet.
+
+    Raises ConfigError as `claim_socket_path` does; nothing has been removed then.
+    """
+    for path in _socket_paths(config):
+        claim_socket_path(path)
+    remove_run_files(config)
+
+
+def remove_run_files(config: SchedulerConfig) -> None:
+    """Remove them, whoever made them; only when all of the server's processes are gone or about to go."""
+    for path in (*_socket_paths(config), config.rendezvous_path):
+        path.unlink(missing_ok=True)
+
+
+def _socket_paths(config: SchedulerConfig) -> Iterator[Path]:
+    addresses = (config.zmq_backend_addr, config.zmq_detokenizer_addr, config.zmq_scheduler_broadcast_addr, config.zmq_frontend_addr)
+    return map(ipc_path, addresses)
