@@ -35,6 +35,9 @@ class _Group:
     """int64 [B * K * pages], rows of the pool seen as [P * K, page_size * D]"""
     mask: torch.Tensor | None
     """bool [B or 1, 1, G * N or 1, L], True where a key is visible; None where every key is"""
+    unused: tuple[torch.Tensor, torch.Tensor] | None
+    """int64 (rows, keys) of gathered places beyond a row's length; None if there are none. They hold what an earlier owner left, which
+    is set to zero: a mask hides numbers, but 0 * inf is not a number."""
     num_rows: int
     num_new: int
 
@@ -72,7 +75,9 @@ class TorchAttention(BaseAttentionBackend):
         if num_new > 1 or int(lengths.min()) < num_keys:
             limit = torch.from_numpy(last_visible).to(device).view(len(lengths), 1, num_new, 1)
             mask = torch.arange(num_keys, device=device) <= limit
-        return _Group(torch.from_numpy(tokens.reshape(-1)).to(device), gather.reshape(-1), mask, len(lengths), num_new)
+        rows, keys = np.nonzero(np.arange(num_keys) >= lengths[:, None])
+        unused = (torch.from_numpy(rows).to(device), torch.from_numpy(keys).to(device)) if len(rows) else None
+        return _Group(torch.from_numpy(tokens.reshape(-1)).to(device), gather.reshape(-1), mask, unused, len(lengths), num_new)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, metadata: _Metadata) -> torch.Tensor:
         k_pool, v_pool = self.pool.k[layer], self.pool.v[layer]
@@ -96,6 +101,10 @@ class TorchAttention(BaseAttentionBackend):
             .view(num_rows, num_kv_heads, -1, head_dim)
             for pool in (k_pool, v_pool)
         )
+        if group.unused is not None:
+            rows, keys = group.unused
+            k[rows, :, keys] = 0
+            v[rows, :, keys] = 0
         grouped = q.view(num_rows, num_new, num_kv_heads, packed, head_dim).permute(0, 2, 3, 1, 4)
         grouped = grouped.reshape(num_rows, num_kv_heads, packed * num_new, head_dim)
         mask = group.mask

@@ -182,7 +182,7 @@ def effective_config(llm: BenchLLM) -> dict[str, Any]:
         "num_pages": limits.num_pages,
         "page_size": limits.page_size,
         "max_seq_len": limits.max_seq_len,
-        "overlap": limits.is_asynchronous if config.overlap is None else config.overlap,
+        "overlap": llm.scheduler.is_overlapped,
         "max_extend_tokens": config.max_extend_tokens or DEFAULT_EXTEND_TOKENS[device],
         "max_extend_tokens_beside_decode": config.max_extend_tokens_beside_decode or DEFAULT_EXTEND_BESIDE_DECODE[device],
     }
@@ -212,6 +212,8 @@ def main(arguments: argparse.Namespace, make_llm: Callable[[], BenchLLM]) -> int
     names = ("num_requests", "max_input", "max_output", "temperature", "repeats")
     options = Options(**{name: getattr(arguments, name) for name in names})
     SamplingParams(temperature=options.temperature)  # a wrong one is told before the model is loaded
+    if arguments.json is not None and not Path(arguments.json).resolve().parent.is_dir():
+        raise ConfigError(f"--json {arguments.json}: its folder does not exist; make it first")
     report = run(options, make_llm)
     if arguments.json is not None:
         Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

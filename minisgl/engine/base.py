@@ -54,7 +54,8 @@ class StepHandle(Protocol):
     """A launched step."""
 
     def read(self) -> Int32Array:
-        """Wait for the step; int32 [S], the tokens sampled for `Batch.sample_rows` in order. Called once."""
+        """Wait for the step; int32 [S], the tokens sampled for `Batch.sample_rows` in order; -1 for a row whose logits are not
+        finite. Called once."""
 
     def read_logprobs(self) -> StepLogprobs:
         """After `read`, and only if a request of the step wants log probabilities."""

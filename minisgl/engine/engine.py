@@ -41,6 +41,7 @@ __all__ = ["Engine", "choose_device", "choose_dtype", "choose_max_seq_len", "mak
 logger = logging.getLogger(__name__)
 
 DEFAULT_PAGE_SIZE = {"cpu": 16, "cuda": 64}
+NO_TOKEN = -1
 PROMPT_LOGITS = 256
 """Prompt tokens whose logits are computed together."""
 
@@ -108,10 +109,11 @@ class Engine:
             logits = self.model.lm_head.forward(hidden[: len(rows)], context)
             tokens = self._sampler.sample(logits, slots, positions)
             self._last_tokens[self._to_device(slots)] = tokens
+            is_finite = torch.isfinite(logits.amax(-1))
             num_top = self._sampler.num_top(slots)
             sampled = self._sampled_logprobs(logits, tokens, num_top)
             prompt = self._prompt_logprobs(hidden[len(rows) :], batch.prompt_targets)
-        return _Step(tokens, sampled, num_top, prompt)
+        return _Step(torch.where(is_finite, tokens, NO_TOKEN), sampled, num_top, prompt)
 
     def _sampled_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, num_top: list[int]) -> Logprobs | None:
         rows = [row for row, count in enumerate(num_top) if count >= 0]
@@ -152,12 +154,19 @@ class Engine:
         return torch.from_numpy(array).to(device=self._device, dtype=torch.int64)
 
 
-def make_engine(config: EngineConfig, rendezvous: Path | None = None, *, log: Callable[[str], None] = logger.info) -> Engine:
+def make_engine(
+    config: EngineConfig,
+    rendezvous: Path | None = None,
+    *,
+    ids: tuple[frozenset[int], int | None] | None = None,
+    log: Callable[[str], None] = logger.info,
+) -> Engine:
     """Build the engine that `config` describes: (1) read the model's config, (2) allocate and load, (3) join the other ranks,
     (4) plan memory, (5) pool and backend.
 
-    `rendezvous`: a fresh file that all ranks of several name. Raises ConfigError or ModelFormatError, with what was found and what is
-    allowed, and WorkerError if the ranks do not come together, before anything is served.
+    `ids`: what `tokenizer.loader.load_ids` gives, from a caller who has the tokenizer. `rendezvous`: a fresh file that all ranks of
+    several name. Raises ConfigError or ModelFormatError, with what was found and what is allowed, and WorkerError if the ranks do not
+    come together, before anything is served.
     """
     model_dir = resolve_model(config.model_path)
     model_config = load_model_config(model_dir)
@@ -172,7 +181,7 @@ def make_engine(config: EngineConfig, rendezvous: Path | None = None, *, log: Ca
     plan = replace(plan, num_pages=_minimum(plan.num_pages, groups))
     log(f"memory: {plan}")
     attention = _make_attention(config, model_config, plan, page_size, max_seq_len, dtype, device)
-    end_ids, num_known_ids = load_ids(model_dir)
+    end_ids, num_known_ids = load_ids(model_dir) if ids is None else ids
     limits = EngineLimits(
         num_pages=plan.num_pages,
         page_size=page_size,

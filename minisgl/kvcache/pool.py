@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from minisgl.errors import ConfigError
+
 __all__ = ["KVPool", "make_kv_pool"]
 
 
@@ -44,7 +46,11 @@ def make_kv_pool(
 ) -> KVPool:
     """A zeroed pool of `num_pages` pages and the dummy page; `num_kv_heads` is this rank's share."""
     shape = (num_layers, num_pages + 1, num_kv_heads, page_size, head_dim)
-    k, v = (_zeros(shape, dtype, device) for _ in range(2))
+    try:
+        k, v = (_zeros(shape, dtype, device) for _ in range(2))
+    except MemoryError as error:
+        size = 2 * math.prod(shape) * dtype.itemsize / 2**20
+        raise ConfigError(f"the system does not give {size:,.0f} MiB for a KV pool of {num_pages} pages; lower --num-pages") from error
     return KVPool(k, v, num_pages, page_size)
 
 

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from minisgl.core import SamplingParams, split_choices
 from minisgl.engine.base import BaseEngine
+from minisgl.engine.engine import make_engine
 from minisgl.errors import ClosedError, ConfigError, RequestError
 from minisgl.llm.interrupts import interrupts_held
 from minisgl.llm.output import Output
@@ -28,7 +29,7 @@ from minisgl.models.resolve import resolve_model
 from minisgl.scheduler.config import SchedulerConfig
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.tokenizer.loader import Tokenizer, load_tokenizer
-from minisgl.tokenizer.prompt import Chat, Prompt, check_token_ids, prompt_ids
+from minisgl.tokenizer.prompt import Chat, Prompt, check_sampling_ids, check_token_ids, prompt_ids
 
 __all__ = ["LLM"]
 
@@ -86,7 +87,8 @@ class LLM:
         model_dir = resolve_model(None if model_path is None else str(model_path))
         self._config = SchedulerConfig(model_path=str(model_dir), dtype=dtype, offline_mode=True, **config)
         self._tokenizer: Tokenizer | None = load_tokenizer(model_dir) if (model_dir / "tokenizer.json").is_file() else None
-        self._open: _OfflineScheduler | None = _OfflineScheduler(self._config)
+        ids = None if self._tokenizer is None else (self._tokenizer.eos_token_ids, self._tokenizer.vocab_size)
+        self._open: _OfflineScheduler | None = _OfflineScheduler(self._config, make_engine(self._config, ids=ids))
         self._num_requests = 0
         self._is_in_step = False
 
@@ -231,6 +233,7 @@ class LLM:
         try:
             if params.stop and self._tokenizer is None:
                 raise RequestError(f"stop: {self._config.model_path} holds no tokenizer.json; use stop_token_ids", param="stop")
+            check_sampling_ids(params, scheduler.engine.limits.vocab_size)
             ids = _token_ids(prompt, self._tokenizer, scheduler.engine.limits.vocab_size, variables)
         except RequestError as error:
             output = Output(uid, 0, params, None)

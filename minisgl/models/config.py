@@ -20,6 +20,9 @@ from minisgl.models.registry import ARCHITECTURES, Architecture
 
 __all__ = ["ModelConfig", "load_model_config", "parse_model_config"]
 
+MAX_SIZE = 2**24
+"""Largest size in elements or tokens that is taken for meant."""
+MAX_NUMBER = 1e12
 DTYPES = ("float32", "bfloat16", "float16")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
@@ -123,8 +126,10 @@ def _architecture(raw: dict[str, Any]) -> tuple[str, Architecture]:
 def _number(raw: dict[str, Any], key: str, default: float | None = None, low: float = 0.0) -> float:
     value = raw.get(key)
     value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= low:
-        raise ModelFormatError(f"{key}: {value!r} found, a number above {low:g} is wanted")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > low:
+        raise ModelFormatError(f"{key}: {_short(value)} found, a number above {low:g} is wanted")
+    if value > MAX_NUMBER:
+        raise ModelFormatError(f"{key}: {_short(value)} found, at most {MAX_NUMBER:g} is supported")
     return float(value)
 
 
@@ -132,8 +137,16 @@ def _size(raw: dict[str, Any], key: str, default: int | None = None, low: int = 
     value = raw.get(key)
     value = default if value is None else value
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ModelFormatError(f"{key}: {value!r} found, a whole number of at least {low} is wanted")
+        raise ModelFormatError(f"{key}: {_short(value)} found, a whole number of at least {low} is wanted")
+    if value > MAX_SIZE:
+        raise ModelFormatError(f"{key}: {_short(value)} found, at most {MAX_SIZE} is supported")
     return value
+
+
+def _short(value: Any) -> str:
+    """A value for a message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _flag(raw: dict[str, Any], key: str, default: bool = False) -> bool:
@@ -201,6 +214,8 @@ def _rope(raw: dict[str, Any], head_dim: int, context_len: int) -> tuple[RopeCon
         return RopeConfig(head_dim, theta), context_len
     factor = _number(scaling, "factor")
     if kind == "linear":
+        if factor < 1:
+            raise ModelFormatError(f"rope_scaling.factor: {factor:g} found, linear scaling needs at least 1")
         return RopeConfig(head_dim, theta, kind, factor), int(context_len * factor)
     if kind == "dynamic":
         if head_dim == 2:

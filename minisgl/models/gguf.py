@@ -239,6 +239,11 @@ def _rope_scaling(model: GGUFModel, head_dim: int) -> dict[str, Any] | None:
             raise ModelFormatError(f"{model.path}: both {ROPE_FACTORS} and rope.scaling.type {kind!r} found")
         return _llama3_scaling(model, head_dim)
     if kind == "none":
+        factor = model.get("rope.scaling.factor", 1.0)
+        if factor not in (0, 1) and model.get("rope.scaling.type", None) is None:
+            raise ModelFormatError(
+                f"{model.path}: rope.scaling.factor is {factor} and there is no rope.scaling.type; it needs one of linear, yarn"
+            )
         return None
     if kind not in ("linear", "yarn"):
         raise ModelFormatError(f"{model.path}: rope.scaling.type {kind!r} is not supported; supported are none, linear, yarn")

@@ -39,6 +39,10 @@ __all__ = ["Scheduler"]
 
 logger = logging.getLogger(__name__)
 
+MAX_PAGES_WALKED, LARGE_WALK_EVERY = 4096, 64
+"""Above so many cached pages the ledger is walked in one of so many idle moments: a walk takes about 7 us a page, by
+benchmark/prefix_cache.py, and a request that has just arrived would wait for it."""
+NOT_FINITE = "the model computed numbers that are not finite; a number type of wider range (--dtype) may help"
 DEFAULT_EXTEND_TOKENS = {"cpu": 256, "cuda": 8192}
 DEFAULT_EXTEND_BESIDE_DECODE = {"cpu": 128, "cuda": 2048}
 
@@ -77,6 +81,7 @@ class Scheduler(SchedulerIOMixin):
         self.num_integrity_errors = 0
         """found by the check when idle"""
         self._checked_generation = 0
+        self._num_idle = 0
         self._raises_integrity_errors = config.raise_integrity_errors
         self._was_prefill = False
         self._is_exiting = False
@@ -91,6 +96,11 @@ class Scheduler(SchedulerIOMixin):
     def is_idle(self) -> bool:
         """Nothing to run and nothing in flight."""
         return not self._reqs and self._in_flight is None
+
+    @property
+    def is_overlapped(self) -> bool:
+        """A step is planned while the one before it runs."""
+        return self._is_overlapped
 
     @property
     def page_counts(self) -> PageCounts:
@@ -122,8 +132,14 @@ class Scheduler(SchedulerIOMixin):
         self.engine.close()
 
     def run_when_idle(self) -> None:
-        """Check the whole ledger, unless nothing has changed since. What is wrong is logged and counted, and raised if so configured."""
+        """Check the whole ledger, unless nothing has changed since; a large one, whose walk takes a while, only now and then.
+
+        What is wrong is logged and counted, and raised if so configured.
+        """
         if self._cache.generation == self._checked_generation:
+            return
+        self._num_idle += 1
+        if self.page_counts.evictable > MAX_PAGES_WALKED and self._num_idle % LARGE_WALK_EVERY:
             return
         self._checked_generation = self._cache.generation
         try:
@@ -332,6 +348,12 @@ class Scheduler(SchedulerIOMixin):
         if not is_live.all():
             slots, tokens = slots[is_live], tokens[is_live]
             logprobs = tuple(entry for entry, keep in zip(logprobs, is_live, strict=False) if keep)
+        broken: list[DetokenizeMsg] = []
+        if len(tokens) and int(tokens.min()) < 0:
+            is_right = tokens >= 0
+            broken = self._end_broken(slots[~is_right])
+            slots, tokens = slots[is_right], tokens[is_right]
+            logprobs = tuple(entry for entry, keep in zip(logprobs, is_right, strict=False) if keep)
         lengths = table.host[slots]
         table.tokens[slots, lengths] = tokens
         lengths += 1
@@ -350,7 +372,18 @@ class Scheduler(SchedulerIOMixin):
             self._end(req, reason)
         for reply, entry in zip(replies, logprobs, strict=False):
             reply.logprobs = entry
-        return replies
+        return broken + replies
+
+    def _end_broken(self, slots: Int32Array) -> list[DetokenizeMsg]:
+        """End requests whose logits are not finite, which would only go on as noise."""
+        messages = []
+        for slot in slots.tolist():
+            req = self._table.reqs[slot]
+            assert req is not None
+            logger.error("the logits of request %d are not finite after %d tokens", req.uid, req.host_len)
+            messages.append(_ending(req.uid, "error", req, error=NOT_FINITE))
+            self._end(req, "error")
+        return messages
 
     # ---- endings --------------------------------------------------------------------------------------------------------------
 

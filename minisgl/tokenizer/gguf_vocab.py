@@ -66,6 +66,8 @@ def gguf_tokenizer_files(metadata: Mapping[str, Any], where: str) -> tuple[dict[
         if types[place] in (CONTROL, USER_DEFINED)
     ]
     names = _special_names(metadata, tokens, where)
+    if metadata.get("tokenizer.ggml.add_eos_token"):
+        raise ModelFormatError(f"{where}: tokenizer.ggml.add_eos_token is true; a tokenizer that ends every prompt is not supported")
     adds_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", kind.adds_bos)) and "bos_token" in names
     tokenizer = {
         "version": "1.0",

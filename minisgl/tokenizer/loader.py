@@ -194,14 +194,24 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _add_config_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any], where: Path) -> None:
     """Add the tokens that only tokenizer_config.json lists, as older exports do; their ids must continue those of tokenizer.json."""
-    listed = config.get("added_tokens_decoder") or {}
-    for token_id, token in sorted((int(token_id), token) for token_id, token in listed.items()):
+    for token_id, token in sorted(_listed_tokens(config, where).items()):
         text = token["content"]
         if backend.token_to_id(text) is None:
             flags = {name: token[name] for name in ("single_word", "lstrip", "rstrip", "normalized", "special") if name in token}
             backend.add_tokens([tokenizers.AddedToken(text, **flags)])
             if backend.token_to_id(text) != token_id:
                 raise ModelFormatError(f"{where}: added token {text!r} has id {token_id}, which does not continue tokenizer.json")
+
+
+def _listed_tokens(config: dict[str, Any], where: Path) -> dict[int, dict[str, Any]]:
+    """`added_tokens_decoder`: id -> token, each with its `content`."""
+    listed = config.get("added_tokens_decoder") or {}
+    is_right = isinstance(listed, dict) and all(
+        token_id.isdecimal() and isinstance(token, dict) and isinstance(token.get("content"), str) for token_id, token in listed.items()
+    )
+    if not is_right:
+        raise ModelFormatError(f"{where}: added_tokens_decoder is wanted as an object of ids to tokens with their `content`")
+    return {int(token_id): token for token_id, token in listed.items()}
 
 
 def _token_text(token: Any, name: str, where: Path) -> str:
@@ -219,8 +229,11 @@ def _named_special_tokens(config: dict[str, Any], where: Path) -> dict[str, str]
 
 def _other_special_texts(config: dict[str, Any], where: Path) -> list[str]:
     extra = config.get("extra_special_tokens")
-    tokens = [*(config.get("additional_special_tokens") or []), *(extra if isinstance(extra, list) else [])]
-    listed = (config.get("added_tokens_decoder") or {}).values()
+    additional = config.get("additional_special_tokens") or []
+    if not isinstance(additional, list):
+        raise ModelFormatError(f"{where}: additional_special_tokens is {additional!r}; a list of tokens is wanted")
+    tokens = [*additional, *(extra if isinstance(extra, list) else [])]
+    listed = _listed_tokens(config, where).values()
     return [_token_text(token, "a special token", where) for token in (*tokens, *(token for token in listed if token.get("special")))]
 
 
@@ -237,7 +250,10 @@ def _load_chat_template(directory: Path, config: dict[str, Any]) -> ChatTemplate
     """chat_template.jinja goes before tokenizer_config.json, as in transformers; then chat_template.json."""
     jinja_file = directory / "chat_template.jinja"
     if jinja_file.is_file():
-        return ChatTemplate({"default": jinja_file.read_text(encoding="utf-8")}, str(jinja_file))
+        try:
+            return ChatTemplate({"default": jinja_file.read_text(encoding="utf-8")}, str(jinja_file))
+        except UnicodeDecodeError as error:
+            raise ModelFormatError(f"{jinja_file}: not UTF-8: {error}") from error
     json_file = directory / "chat_template.json"
     for where, holder in ((directory / "tokenizer_config.json", config), (json_file, _read_object(json_file))):
         if (found := holder.get("chat_template")) is not None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Union
 
+from minisgl.core import SamplingParams
 from minisgl.errors import RequestError
 from minisgl.tokenizer.loader import Tokenizer
 
-__all__ = ["Chat", "Prompt", "check_token_ids", "prompt_ids"]
+__all__ = ["Chat", "Prompt", "check_sampling_ids", "check_token_ids", "prompt_ids"]
 
 Chat = Sequence[Mapping[str, Any]]
 Prompt = Union[str, Sequence[int], Chat]
@@ -38,6 +39,14 @@ def check_token_ids(ids: Sequence[Any], vocab_size: int) -> None:
             raise RequestError(
                 f"the prompt holds token id {token_id}; 0 to {vocab_size - 1} is allowed", code="invalid_token_id", param="prompt"
             )
+
+
+def check_sampling_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Raise RequestError for a token id in `params` that the model does not have: it could have no effect."""
+    for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        for token_id in ids:
+            if token_id >= vocab_size:
+                raise RequestError(f"{name}: token id {token_id} found; 0 to {vocab_size - 1} is allowed", param=name)
 
 
 def _known(tokenizer: Tokenizer | None) -> Tokenizer:

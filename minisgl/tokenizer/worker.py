@@ -42,7 +42,7 @@ from minisgl.message import (
 )
 from minisgl.tokenizer.loader import Tokenizer
 from minisgl.tokenizer.output import Output
-from minisgl.tokenizer.prompt import check_token_ids
+from minisgl.tokenizer.prompt import check_sampling_ids, check_token_ids
 from minisgl.utils import ZmqPullQueue, ZmqPushQueue
 
 __all__ = ["TokenizerWorker", "WorkerAddresses"]
@@ -318,6 +318,7 @@ class _Encoder:
         given = [name for name in ("text", "input_ids", "messages") if getattr(request, name) is not None]
         if len(given) != 1:
             raise RequestError(f"exactly one of text, input_ids and messages is wanted; {', '.join(given) or 'none'} found")
+        check_sampling_ids(request.sampling_params, self._tokenizer.vocab_size)
         _check_size([request.text, request.messages], self._max_prompt_bytes)
         if request.text is not None:
             ids = self._tokenizer.encode(request.text, request.add_special_tokens)

@@ -170,6 +170,7 @@ def test_divisors_that_follow_no_known_rule_are_refused(tmp_path):
         ({"llama.attention.scale": 0.5}, r"llama.attention.scale is 0.5; this key is not understood"),
         ({"llama.logit_scale": 2.0}, r"llama.logit_scale"),
         ({"llama.rope.scaling.type": "longrope"}, r"'longrope' is not supported; supported are none, linear, yarn"),
+        ({"llama.rope.scaling.factor": 4.0}, r"rope.scaling.factor is 4.0 and there is no rope.scaling.type"),
         ({"llama.rope.dimension_count": 16}, r"rope.dimension_count is 16 and the key length 32"),
         ({"llama.expert_count": 8}, r"llama with 8 experts is not supported; qwen3moe is"),
     ],

@@ -151,6 +151,7 @@ def test_end_ids_are_those_of_sequence_turn_and_message():
         ({"ggml.model": "llama"}, r"tokenizer.ggml.model='llama'"),
         ({"ggml.pre": None}, r"tokenizer.ggml.pre=None is not supported"),
         ({"ggml.pre": "gpt-4o"}, r"tokenizer.ggml.pre='gpt-4o'.*'llama-bpe', 'qwen2', 'smollm'"),
+        ({"ggml.add_eos_token": True}, r"tokenizer.ggml.add_eos_token is true"),
         ({"ggml.tokens": None}, "must be lists of one length"),
         ({"ggml.token_type": [1]}, "must be lists of one length"),
         ({"ggml.tokens": ["a"] * 260}, "lists a token twice"),
