@@ -45,7 +45,7 @@ def convert_gguf(gguf_path: str | Path, out_dir: str | Path, progress: bool = Fa
     out_dir.mkdir(parents=True, exist_ok=True)
     _write_safetensors(out_dir / "model.safetensors", tensors, progress)
     # 3. The small files.
-    end_ids = gguf_end_ids(model.metadata)
+    end_ids = gguf_end_ids(model.metadata, str(gguf_path))
     generation_config = {"bos_token_id": config["bos_token_id"], "eos_token_id": end_ids if len(end_ids) != 1 else end_ids[0]}
     _write_json(out_dir / "tokenizer.json", tokenizer)
     _write_json(out_dir / "tokenizer_config.json", tokenizer_config | {"model_max_length": config["max_position_embeddings"]})

@@ -83,6 +83,10 @@ LAYER_NAMES = {
 EXPERT_NAMES = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 ROPE_FACTORS = "rope_freqs.weight"
 
+MAX_SIZE = 2**24
+MAX_NUMBER = 1e12
+"""Bounds of what is taken for meant, as in config.json."""
+
 StoredType = Literal["F32", "F16", "BF16"]
 
 
@@ -121,12 +125,30 @@ class GGUFModel:
         """The value of `key` under the architecture's prefix."""
         return self.metadata.get(f"{self.metadata['general.architecture']}.{key}", default)
 
-    def need(self, key: str) -> Any:
-        """The same, for a key that must be there and hold one number."""
-        value = self.get(key)
-        if value is None or isinstance(value, (list, str)):
-            raise ModelFormatError(f"{self.path}: {self.metadata['general.architecture']}.{key} is {value!r}; one number is wanted")
+    def size(self, key: str, default: int | None = None) -> int:
+        """The whole number >= 1 under `key`, or the default if the key is missing. Raises ModelFormatError."""
+        value = self.get(key, default)
+        if type(value) is not int or not 1 <= value <= MAX_SIZE:
+            raise self._wrong(key, value, f"one whole number from 1 to {MAX_SIZE} is wanted")
         return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """The finite number > 0 under `key` as the shortest decimal that means the stored float32 (9.999999747378752e-06 is 1e-05),
+        or the default. Raises ModelFormatError."""
+        value = self.get(key, default)
+        if type(value) not in (int, float) or not 0 < value < MAX_NUMBER:
+            raise self._wrong(key, value, f"one number above 0 and below {MAX_NUMBER:g} is wanted")
+        return float(str(np.float32(value)))
+
+    def flag(self, key: str, default: bool) -> bool:
+        """The truth value under `key`, or the default. Raises ModelFormatError."""
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise self._wrong(key, value, "true or false is wanted")
+        return value
+
+    def _wrong(self, key: str, value: Any, wanted: str) -> ModelFormatError:
+        return ModelFormatError(f"{self.path}: {self.metadata['general.architecture']}.{key} is {value!r}; {wanted}")
 
 
 def open_gguf(path: str | Path) -> GGUFModel:
@@ -143,10 +165,13 @@ def open_gguf(path: str | Path) -> GGUFModel:
     except (ValueError, KeyError, IndexError, TypeError, OverflowError, UnicodeDecodeError) as error:
         raise ModelFormatError(f"{path}: not a GGUF file that can be read: {error}") from error
     architecture = metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         raise ModelFormatError(f"{path}: architecture {architecture!r} is not supported; supported are {', '.join(ARCHITECTURES)}")
-    if metadata.get("split.count", 1) > 1:
-        raise ModelFormatError(f"{path}: one of {metadata['split.count']} parts; join them first (llama-gguf-split --merge)")
+    num_parts = metadata.get("split.count", 1)
+    if type(num_parts) is not int:
+        raise ModelFormatError(f"{path}: split.count is {num_parts!r}; a whole number is wanted")
+    if num_parts > 1:
+        raise ModelFormatError(f"{path}: one of {num_parts} parts; join them first (llama-gguf-split --merge)")
     return GGUFModel(path, metadata, {tensor.name: tensor for tensor in reader.tensors})
 
 
@@ -161,33 +186,28 @@ def iter_gguf_tensors(path: str | Path) -> Iterator[tuple[str, FloatArray]]:
         yield entry.name, entry.read()
 
 
-def _short(value: float) -> float:
-    """A float32 as the shortest decimal that means it: 9.999999747378752e-06 is 1e-05."""
-    return float(str(np.float32(value)))
-
-
 def _config(model: GGUFModel) -> dict[str, Any]:
     architecture = model.metadata["general.architecture"]
     class_name, model_type = ARCHITECTURES[architecture]
     _refuse_unknown_keys(model, architecture)
     if "token_embd.weight" not in model.tensors:
         raise ModelFormatError(f"{model.path}: no tensor token_embd.weight")
-    hidden_size, num_heads = model.need("embedding_length"), model.need("attention.head_count")
+    hidden_size, num_heads = model.size("embedding_length"), model.size("attention.head_count")
     head_dim = _head_dim(model, hidden_size, num_heads)
     config = {
         "architectures": [class_name],
         "model_type": model_type,
         "vocab_size": int(model.tensors["token_embd.weight"].shape[1]),
         "hidden_size": hidden_size,
-        "intermediate_size": model.need("feed_forward_length"),
-        "num_hidden_layers": model.need("block_count"),
+        "intermediate_size": model.size("feed_forward_length"),
+        "num_hidden_layers": model.size("block_count"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": model.get("attention.head_count_kv", num_heads),
+        "num_key_value_heads": model.size("attention.head_count_kv", num_heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": model.need("context_length"),
-        "rms_norm_eps": _short(model.need("attention.layer_norm_rms_epsilon")),
-        "rope_theta": _short(model.get("rope.freq_base", 10000.0)),
+        "max_position_embeddings": model.size("context_length"),
+        "rms_norm_eps": model.number("attention.layer_norm_rms_epsilon"),
+        "rope_theta": model.number("rope.freq_base", 10000.0),
         "rope_scaling": _rope_scaling(model, head_dim),
         "tie_word_embeddings": "output.weight" not in model.tensors,
         "attention_bias": architecture != "qwen2" and "blk.0.attn_q.bias" in model.tensors,
@@ -196,8 +216,8 @@ def _config(model: GGUFModel) -> dict[str, Any]:
         "bos_token_id": model.metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": model.metadata.get("tokenizer.ggml.eos_token_id"),
     }
-    if window := model.get("attention.sliding_window"):
-        config |= {"sliding_window": window, "use_sliding_window": True, "max_window_layers": 0}
+    if model.get("attention.sliding_window", 0) != 0:
+        config |= {"sliding_window": model.size("attention.sliding_window"), "use_sliding_window": True, "max_window_layers": 0}
     return config | _experts(model, architecture)
 
 
@@ -209,24 +229,24 @@ def _refuse_unknown_keys(model: GGUFModel, architecture: str) -> None:
 
 
 def _head_dim(model: GGUFModel, hidden_size: int, num_heads: int) -> int:
-    head_dim = model.get("attention.key_length", hidden_size // num_heads)
+    head_dim = model.size("attention.key_length", max(hidden_size // num_heads, 1))
     for key in ("attention.value_length", "rope.dimension_count"):
-        if model.get(key, head_dim) != head_dim:
+        if model.size(key, head_dim) != head_dim:
             raise ModelFormatError(f"{model.path}: {key} is {model.get(key)} and the key length {head_dim}; only equal ones are supported")
-    return int(head_dim)
+    return head_dim
 
 
 def _experts(model: GGUFModel, architecture: str) -> dict[str, Any]:
-    num_experts = model.get("expert_count", 0)
     if architecture != "qwen3moe":
-        if num_experts:
+        num_experts = model.get("expert_count", 0)
+        if num_experts != 0:
             raise ModelFormatError(f"{model.path}: {architecture} with {num_experts} experts is not supported; qwen3moe is")
         return {}
     return {
-        "num_experts": num_experts,
-        "num_experts_per_tok": model.need("expert_used_count"),
-        "moe_intermediate_size": model.need("expert_feed_forward_length"),
-        "norm_topk_prob": bool(model.get("expert_weights_norm", True)),
+        "num_experts": model.size("expert_count"),
+        "num_experts_per_tok": model.size("expert_used_count"),
+        "moe_intermediate_size": model.size("expert_feed_forward_length"),
+        "norm_topk_prob": model.flag("expert_weights_norm", True),
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     }
@@ -247,11 +267,11 @@ def _rope_scaling(model: GGUFModel, head_dim: int) -> dict[str, Any] | None:
         return None
     if kind not in ("linear", "yarn"):
         raise ModelFormatError(f"{model.path}: rope.scaling.type {kind!r} is not supported; supported are none, linear, yarn")
-    scaling: dict[str, Any] = {"rope_type": kind, "factor": _short(model.need("rope.scaling.factor"))}
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": model.number("rope.scaling.factor")}
     if kind == "yarn":
-        scaling["original_max_position_embeddings"] = model.need("rope.scaling.original_context_length")
-        betas = {name: model.get(f"rope.scaling.yarn_{name}") for name in ("beta_fast", "beta_slow")}
-        scaling |= {name: _short(value) for name, value in betas.items() if value is not None}
+        scaling["original_max_position_embeddings"] = model.size("rope.scaling.original_context_length")
+        betas = [name for name in ("beta_fast", "beta_slow") if model.get(f"rope.scaling.yarn_{name}") is not None]
+        scaling |= {name: model.number(f"rope.scaling.yarn_{name}") for name in betas}
     return scaling
 
 
@@ -259,8 +279,8 @@ def _llama3_scaling(model: GGUFModel, head_dim: int) -> dict[str, Any]:
     """Llama 3.1 files hold a divisor for each rotary frequency instead of the rule that makes them. Its published parameters are tried:
     the rule is (1, 4, 8192) in all of that family, and the factor is the largest divisor."""
     found = gguf.dequantize(model.tensors[ROPE_FACTORS].data, model.tensors[ROPE_FACTORS].tensor_type).reshape(-1)
-    factor, low, high, original = _short(float(found.max())), 1.0, 4.0, 8192
-    frequencies = _short(model.get("rope.freq_base", 10000.0)) ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    factor, low, high, original = float(str(found.max())), 1.0, 4.0, 8192
+    frequencies = model.number("rope.freq_base", 10000.0) ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     turns = original * frequencies / (2 * math.pi)
     blend = np.clip((turns - low) / (high - low), 0.0, 1.0)
     expected = 1.0 / ((1.0 - blend) / factor + blend)
@@ -314,8 +334,8 @@ def _num_permuted_heads(model: GGUFModel, short: str) -> int:
     """Heads of a projection whose rows are interleaved in the file; 0 if they are in order."""
     if model.metadata["general.architecture"] != "llama" or short not in ("attn_q", "attn_k"):
         return 0
-    num_heads = model.need("attention.head_count")
-    return int(num_heads if short == "attn_q" else model.get("attention.head_count_kv", num_heads))
+    num_heads = model.size("attention.head_count")
+    return num_heads if short == "attn_q" else model.size("attention.head_count_kv", num_heads)
 
 
 def _in_halves(read: Callable[[], FloatArray], num_heads: int) -> FloatArray:

@@ -6,6 +6,7 @@ Knows nothing of what is in the directory. Called by the launcher, the offline c
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import sys
 from functools import partial
@@ -32,15 +33,15 @@ def resolve_model(model: str | None) -> Path:
     """
     if model is None:
         return embedded_model_path()
-    path = Path(model).expanduser()
-    if model and path.is_dir():
+    path = Path(os.path.expanduser(model))  # unlike Path.expanduser, os.path leaves an unknown user's ~ as it is, and takes
+    if model and os.path.isdir(path):  # a name too long for the system for one that is not there
         return path
-    if path.is_file():
+    if os.path.isfile(path):
         return _converted(path)
     is_path = model.startswith((".", "/", "~")) or model.endswith(".gguf") or not HUB_ID.fullmatch(model)
     if is_path:
         raise ConfigError(
-            f"model: {model!r} found, and there is no such file or directory; name a model directory, a .gguf file or a hub id"
+            f"model: {model[:200]!r} found, and there is no such file or directory; name a model directory, a .gguf file or a hub id"
         )
     return _from_hub(model)
 

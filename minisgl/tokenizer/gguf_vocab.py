@@ -66,9 +66,9 @@ def gguf_tokenizer_files(metadata: Mapping[str, Any], where: str) -> tuple[dict[
         if types[place] in (CONTROL, USER_DEFINED)
     ]
     names = _special_names(metadata, tokens, where)
-    if metadata.get("tokenizer.ggml.add_eos_token"):
+    if _flag(metadata, "add_eos_token", False, where):
         raise ModelFormatError(f"{where}: tokenizer.ggml.add_eos_token is true; a tokenizer that ends every prompt is not supported")
-    adds_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", kind.adds_bos)) and "bos_token" in names
+    adds_bos = _flag(metadata, "add_bos_token", kind.adds_bos, where) and "bos_token" in names
     tokenizer = {
         "version": "1.0",
         "truncation": None,
@@ -91,14 +91,35 @@ def gguf_tokenizer_files(metadata: Mapping[str, Any], where: str) -> tuple[dict[
             "merges": _merges(metadata, where),
         },
     }
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **names, **_chat_template(metadata)}
-    return tokenizer, config
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    return tokenizer, config | names | _chat_template(metadata, where)
 
 
-def gguf_end_ids(metadata: Mapping[str, Any]) -> list[int]:
-    """Ids that end an output: end of sequence, of turn, of message, as far as the file names them."""
-    ids = {metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
+def gguf_end_ids(metadata: Mapping[str, Any], where: str) -> list[int]:
+    """Ids that end an output: end of sequence, of turn, of message, as far as the file names them. Raises ModelFormatError."""
+    ids = {_token_id(metadata, name, where) for name in ("eos", "eot", "eom")}
     return sorted(token_id for token_id in ids if token_id is not None)
+
+
+def _token_id(metadata: Mapping[str, Any], name: str, where: str) -> int | None:
+    value, num_tokens = metadata.get(f"tokenizer.ggml.{name}_token_id"), len(metadata["tokenizer.ggml.tokens"])
+    if value is not None and (type(value) is not int or not 0 <= value < num_tokens):
+        raise ModelFormatError(f"{where}: tokenizer.ggml.{name}_token_id is {value!r}; the vocabulary has {num_tokens} tokens")
+    return value
+
+
+def _flag(metadata: Mapping[str, Any], name: str, default: bool, where: str) -> bool:
+    value = metadata.get(f"tokenizer.ggml.{name}", default)
+    if not isinstance(value, bool):
+        raise ModelFormatError(f"{where}: tokenizer.ggml.{name} is {value!r}; true or false is wanted")
+    return value
+
+
+def _strings(metadata: Mapping[str, Any], key: str, where: str) -> list[str]:
+    value = metadata.get(key, [])
+    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+        raise ModelFormatError(f"{where}: {key} must be a list of strings")
+    return value
 
 
 def _kind(metadata: Mapping[str, Any], where: str) -> _BytePairKind:
@@ -114,8 +135,8 @@ def _kind(metadata: Mapping[str, Any], where: str) -> _BytePairKind:
 
 
 def _tokens(metadata: Mapping[str, Any], where: str) -> tuple[list[str], list[int]]:
-    tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
-    if not isinstance(tokens, list) or not isinstance(types, list) or len(tokens) != len(types):
+    tokens, types = _strings(metadata, "tokenizer.ggml.tokens", where), metadata.get("tokenizer.ggml.token_type")
+    if not tokens or not isinstance(types, list) or len(tokens) != len(types):
         raise ModelFormatError(f"{where}: tokenizer.ggml.tokens and tokenizer.ggml.token_type must be lists of one length")
     if len(set(tokens)) != len(tokens):
         raise ModelFormatError(f"{where}: tokenizer.ggml.tokens lists a token twice")
@@ -123,7 +144,7 @@ def _tokens(metadata: Mapping[str, Any], where: str) -> tuple[list[str], list[in
 
 
 def _merges(metadata: Mapping[str, Any], where: str) -> list[list[str]]:
-    merges = [merge.split(" ") for merge in metadata.get("tokenizer.ggml.merges", [])]
+    merges = [merge.split(" ") for merge in _strings(metadata, "tokenizer.ggml.merges", where)]
     if not merges or any(len(pair) != 2 for pair in merges):
         raise ModelFormatError(f"{where}: tokenizer.ggml.merges must list pairs separated by one blank")
     return merges
@@ -131,10 +152,7 @@ def _merges(metadata: Mapping[str, Any], where: str) -> list[list[str]]:
 
 def _special_names(metadata: Mapping[str, Any], tokens: list[str], where: str) -> dict[str, str]:
     keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
-    for name, token_id in ids.items():
-        if token_id is not None and not 0 <= token_id < len(tokens):
-            raise ModelFormatError(f"{where}: the id of {name} is {token_id}; the vocabulary has {len(tokens)} tokens")
+    ids = {name: _token_id(metadata, key, where) for name, key in keys.items()}
     return {name: tokens[token_id] for name, token_id in ids.items() if token_id is not None}
 
 
@@ -157,12 +175,15 @@ def _bos_first(text: str, token_id: int) -> dict[str, Any]:
     }
 
 
-def _chat_template(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    default = metadata.get("tokenizer.chat_template")
-    named = {name: metadata.get(f"tokenizer.chat_template.{name}") for name in metadata.get("tokenizer.chat_templates", [])}
-    sources = {name: source for name, source in {"default": default, **named}.items() if source is not None}
+def _chat_template(metadata: Mapping[str, Any], where: str) -> dict[str, Any]:
+    keys = {"default": "tokenizer.chat_template"}
+    keys |= {name: f"tokenizer.chat_template.{name}" for name in _strings(metadata, "tokenizer.chat_templates", where)}
+    sources = {name: metadata[key] for name, key in keys.items() if key in metadata}
+    for name, source in sources.items():
+        if not isinstance(source, str):
+            raise ModelFormatError(f"{where}: {keys[name]} must be a string")
     if not sources:
         return {}
     if set(sources) == {"default"}:
-        return {"chat_template": default}
+        return {"chat_template": sources["default"]}
     return {"chat_template": [{"name": name, "template": source} for name, source in sources.items()]}

@@ -164,7 +164,7 @@ def test_a_gguf_file_that_cannot_be_served_leaves_nothing(tmp_path, cache):
     assert [path for path in (cache / "gguf").iterdir() if path.is_dir()] == []
 
 
-@pytest.mark.parametrize("name", ["./absent", "/absent/model", "absent.gguf", "a/b/c", "", "~/absent-model"])
+@pytest.mark.parametrize("name", ["./absent", "/absent/m", "absent.gguf", "a/b/c", "", "~/absent", "~nosuchuser/x", "a/" * 2500, "\0"])
 def test_a_path_that_does_not_exist_is_named(name):
     with pytest.raises(ConfigError, match="no such file or directory"):
         resolve_model(name)

@@ -1,5 +1,6 @@
 """GGUF files: the config and the tensors that they stand for, exactly; refusals by name."""
 
+import dataclasses
 import json
 
 import gguf
@@ -13,6 +14,7 @@ from minisgl.models.config import parse_model_config
 from minisgl.models.convert import convert_gguf
 from minisgl.models.gguf import iter_gguf_tensors, open_gguf, read_gguf_config
 from minisgl.tokenizer import load_tokenizer
+from minisgl.tokenizer.gguf_vocab import gguf_end_ids, gguf_tokenizer_files
 from tests.models import gguf_files
 from tests.models.gguf_files import write_gguf
 
@@ -227,3 +229,83 @@ def test_a_pre_tokenizer_that_was_not_tested_is_refused_by_name_before_anything_
     ):
         convert_gguf(tmp_path / "m.gguf", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+WRONG = [0, -1, 2**40, "many", "", [4, 4], [], True, 0.5, float("nan"), float("inf"), {"a": 1}]
+MODEL_KEYS = [
+    "embedding_length",
+    "block_count",
+    "context_length",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+    "attention.layer_norm_rms_epsilon",
+    "attention.sliding_window",
+    "rope.freq_base",
+    "rope.dimension_count",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.yarn_beta_fast",
+    "expert_count",
+    "expert_used_count",
+    "expert_feed_forward_length",
+    "expert_weights_norm",
+]
+FILE_KEYS = [
+    "tokenizer.ggml.model",
+    "tokenizer.ggml.pre",
+    "tokenizer.ggml.tokens",
+    "tokenizer.ggml.token_type",
+    "tokenizer.ggml.merges",
+    "tokenizer.ggml.bos_token_id",
+    "tokenizer.ggml.eos_token_id",
+    "tokenizer.ggml.eot_token_id",
+    "tokenizer.ggml.add_bos_token",
+    "tokenizer.ggml.add_eos_token",
+    "tokenizer.chat_template",
+    "tokenizer.chat_templates",
+]
+
+
+MEANT = {
+    *((key, 0.5) for key in ("attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.scaling.factor", "rope.scaling.yarn_beta_fast")),
+    ("attention.sliding_window", 0),
+    ("expert_weights_norm", True),
+    *((f"tokenizer.ggml.{name}_token_id", 0) for name in ("bos", "eos", "eot")),
+    ("tokenizer.ggml.add_bos_token", True),
+    *(("tokenizer.chat_template", text) for text in ("many", "")),
+}
+
+
+def test_any_wrong_value_of_a_key_is_refused_by_name(tmp_path):
+    write_gguf(tmp_path / "m.gguf", "qwen3moe")
+    model = open_gguf(tmp_path / "m.gguf")
+    yarn = {"type": "yarn", "factor": 2.0, "original_context_length": 128}
+    metadata = model.metadata | {f"qwen3moe.rope.scaling.{key}": value for key, value in yarn.items()}
+    for key in MODEL_KEYS + FILE_KEYS:
+        full_key = f"qwen3moe.{key}" if key in MODEL_KEYS else key
+        for value in WRONG:
+            if value == [] and key == "tokenizer.chat_templates":
+                continue
+            changed = dataclasses.replace(model, metadata=metadata | {full_key: value})
+            message = None
+            try:
+                changed.config()
+                changed.checkpoint()
+                gguf_tokenizer_files(changed.metadata, "m.gguf")
+                gguf_end_ids(changed.metadata, "m.gguf")
+            except ModelFormatError as error:
+                message = str(error)
+            is_meant = any((key, type(value), value) == (meant, type(right), right) for meant, right in MEANT)
+            assert (message is None) == is_meant, (key, value, message)
+            assert message is None or key in message, (key, value, message)
+
+
+@pytest.mark.parametrize("value", ["many", 2.5, True])
+def test_a_number_of_parts_that_is_none_is_refused(tmp_path, value):
+    write_gguf(tmp_path / "m.gguf", extra_keys={"split.count": value})
+    with pytest.raises(ModelFormatError, match=r"split.count is .*; a whole number is wanted"):
+        open_gguf(tmp_path / "m.gguf")

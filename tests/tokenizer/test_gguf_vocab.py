@@ -141,8 +141,10 @@ def test_named_templates_of_a_file(tmp_path):
 
 
 def test_end_ids_are_those_of_sequence_turn_and_message():
-    assert gguf_end_ids({f"tokenizer.ggml.{name}_token_id": place for place, name in enumerate(["eos", "eot", "eom", "bos"])}) == [0, 1, 2]
-    assert gguf_end_ids({}) == []
+    tokens = {"tokenizer.ggml.tokens": list("abcd")}
+    ids = {f"tokenizer.ggml.{name}_token_id": place for place, name in enumerate(["eos", "eot", "eom", "bos"])}
+    assert gguf_end_ids(tokens | ids, "m.gguf") == [0, 1, 2]
+    assert gguf_end_ids(tokens, "m.gguf") == []
 
 
 @pytest.mark.parametrize(
@@ -157,7 +159,7 @@ def test_end_ids_are_those_of_sequence_turn_and_message():
         ({"ggml.tokens": ["a"] * 260}, "lists a token twice"),
         ({"ggml.merges": None}, "merges"),
         ({"ggml.merges": ["a b c"]}, "merges"),
-        ({"ggml.bos_token_id": 260}, "the id of bos_token is 260; the vocabulary has 260 tokens"),
+        ({"ggml.bos_token_id": 260}, "tokenizer.ggml.bos_token_id is 260; the vocabulary has 260 tokens"),
     ],
 )
 def test_what_cannot_be_right_is_refused(changes, words):
