@@ -147,7 +147,7 @@ def plan_model(config: EngineConfig) -> ModelPlan:
     device = choose_device(config)
     dtype = choose_dtype(config, model, device)
     page_size = config.page_size or DEFAULT_PAGE_SIZE[device.type]
-    weight_bytes, available = _weight_bytes(model, dtype), available_bytes(device)
+    weight_bytes, available = _weight_bytes(model, dtype, device), available_bytes(device)
     attention = model.attention
     page_bytes = bytes_per_page(model.num_layers, attention.num_kv_heads, page_size, attention.head_dim, dtype)
     num_pages, problem = 0, None
@@ -169,16 +169,16 @@ def plan_model(config: EngineConfig) -> ModelPlan:
     )
 
 
-def _weight_bytes(model: ModelConfig, dtype: torch.dtype) -> int:
+def _weight_bytes(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
     """Bytes of all parameters, from their shapes."""
     import torch
 
     from minisgl.engine.config import ONE_RANK
+    from minisgl.kernel.packed import can_pack
     from minisgl.layers.base import Spec
     from minisgl.models.decoder import CausalLM
 
-    shapes = CausalLM(model, Spec(dtype, torch.device("meta"), ONE_RANK)).state_dict().values()
-    return sum(tensor.numel() * tensor.element_size() for tensor in shapes)
+    return CausalLM(model, Spec(dtype, torch.device("meta"), ONE_RANK)).num_bytes(can_pack(dtype, device))
 
 
 def _print_plan(config: EngineConfig, plan: ModelPlan) -> None:

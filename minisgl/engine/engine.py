@@ -26,6 +26,7 @@ from minisgl.engine.logprobs import Logprobs, compute_logprobs
 from minisgl.engine.memory import MemoryPlan, available_bytes, plan_memory
 from minisgl.engine.sampler import Sampler
 from minisgl.errors import ConfigError
+from minisgl.kernel.packed import can_pack
 from minisgl.kvcache.pool import make_kv_pool
 from minisgl.layers.attention import local_kv_heads
 from minisgl.layers.base import Spec
@@ -176,8 +177,10 @@ def make_engine(
     dtype = choose_dtype(config, model_config, device)
     available = available_bytes(device)
     model = _load_model(config, model_config, model_dir, Spec(dtype, device, config.tp_info))
+    num_bytes = model.num_bytes(can_pack(dtype, device))
+    model.pack()
     groups = _join(config, rendezvous, device)
-    plan = plan_memory(config, model_config, dtype, page_size, available, _num_bytes(model), device.type)
+    plan = plan_memory(config, model_config, dtype, page_size, available, num_bytes, device.type)
     plan = replace(plan, num_pages=_minimum(plan.num_pages, groups))
     log(f"memory: {plan}")
     attention = _make_attention(config, model_config, plan, page_size, max_seq_len, dtype, device)
@@ -231,10 +234,6 @@ def _make_attention(
     shape = (config.max_running_req + 1, -(-max_seq_len // page_size))
     page_table = torch.full(shape, pool.dummy_page, dtype=torch.int32, device=device)
     return make_attention_backend(config.attention_backend, pool, page_table)
-
-
-def _num_bytes(model: CausalLM) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values())
 
 
 def choose_device(config: EngineConfig) -> torch.device:

@@ -54,6 +54,12 @@ class BaseOP(ABC):
                 value.state_dict(prefix=f"{prefix}{name}.", result=result)
         return result
 
+    def pack(self) -> None:
+        """Bring the loaded matrices into the layout that computes fastest here. They are parameters no longer: nothing can be loaded."""
+        for value in vars(self).values():
+            if isinstance(value, BaseOP):
+                value.pack()
+
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], *, prefix: str = "") -> None:
         """Copy `state_dict` into the parameters, converting type and device.
 
@@ -79,6 +85,10 @@ class OPList(BaseOP):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError("a list of layers is iterated, not called")
+
+    def pack(self) -> None:
+        for layer in self._layers:
+            layer.pack()
 
     def state_dict(self, *, prefix: str = "", result: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
         result = {} if result is None else result

@@ -9,6 +9,7 @@ import torch
 
 from minisgl.core import Context
 from minisgl.kernel import reference
+from minisgl.kernel.packed import can_pack, pack, packed_linear
 from minisgl.layers.base import BaseOP, Spec
 from minisgl.layers.linear import linear
 
@@ -46,14 +47,28 @@ class LMHead(BaseOP):
         if tied is None:
             self.weight = spec.empty(end - first, hidden_size)
         self._tied = tied
+        self._packed: torch.Tensor | None = None
         self._vocab_size = vocab_size
         self._block = -(-vocab_size // spec.tp.size)
+
+    def pack(self) -> None:
+        """A tied embedding is looked up by rows too, so the head packs a copy."""
+        weight = self.weight if self._tied is None else self._tied.weight
+        if len(weight) and can_pack(weight.dtype, weight.device):
+            self._packed = pack(weight)
+            if self._tied is None:
+                del self.weight
+
+    def _product(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self._packed is not None:
+            return packed_linear(hidden, self._packed)
+        return linear(hidden, self.weight if self._tied is None else self._tied.weight)
 
     def forward(self, hidden: torch.Tensor, context: Context) -> torch.Tensor:
         """[S, hidden] -> [S, V]"""
         if len(hidden) == 0:
             return hidden.new_empty((0, self._vocab_size))
-        logits = linear(hidden, self.weight if self._tied is None else self._tied.weight)
+        logits = self._product(hidden)
         if logits.shape[1] < self._block:
             logits = torch.nn.functional.pad(logits, (0, self._block - logits.shape[1]))
         blocks: torch.Tensor = context.comm.all_gather(logits)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from minisgl.core import Context
 from minisgl.errors import ConfigError
+from minisgl.kernel.packed import can_pack, pack, packed_linear
 from minisgl.layers.base import BaseOP, Spec
 
 __all__ = ["FusedLinear", "Linear", "RowLinear", "divide", "linear"]
@@ -40,10 +41,19 @@ class Linear(BaseOP):
         self.weight = spec.empty(out_size, in_size)
         if has_bias:
             self.bias = spec.empty(out_size)
+        self._packed: torch.Tensor | None = None
+
+    def pack(self) -> None:
+        if can_pack(self.weight.dtype, self.weight.device):
+            self._packed = pack(self.weight)
+            del self.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] -> [T, out]"""
-        return linear(x, self.weight, getattr(self, "bias", None))
+        return self._product(x, getattr(self, "bias", None))
+
+    def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return linear(x, self.weight, bias) if self._packed is None else packed_linear(x, self._packed, bias)
 
 
 class RowLinear(Linear):
@@ -52,7 +62,7 @@ class RowLinear(Linear):
     def forward(self, x: torch.Tensor, context: Context | None = None) -> torch.Tensor:
         """[T, this rank's inputs] -> [T, out]; the context brings the communicator."""
         assert context is not None
-        total: torch.Tensor = context.comm.all_reduce(linear(x, self.weight))
+        total: torch.Tensor = context.comm.all_reduce(self._product(x, None))
         return total + self.bias if hasattr(self, "bias") else total
 
 
@@ -73,7 +83,8 @@ class FusedLinear(BaseOP):
 
     def __init__(self, in_size: int, parts: dict[str, int], has_bias: bool, spec: Spec) -> None:
         """`parts`: name -> this rank's output size, in the order of the outputs."""
-        self._weight = spec.empty(sum(parts.values()), in_size)
+        self._weight: torch.Tensor | None = spec.empty(sum(parts.values()), in_size)
+        self._packed: torch.Tensor | None = None
         self._bias = spec.empty(sum(parts.values())) if has_bias else None
         self._parts: dict[str, BaseOP] = {}
         start = 0
@@ -89,6 +100,14 @@ class FusedLinear(BaseOP):
             part.state_dict(prefix=f"{prefix}{name}.", result=result)
         return result
 
+    def pack(self) -> None:
+        if self._weight is not None and can_pack(self._weight.dtype, self._weight.device):
+            self._packed = pack(self._weight)
+            self._weight, self._parts = None, {}
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, in] -> [T, sum of parts]"""
+        if self._packed is not None:
+            return packed_linear(x, self._packed, self._bias)
+        assert self._weight is not None
         return linear(x, self._weight, self._bias)

@@ -68,7 +68,13 @@ class CausalLM(BaseOP):
     def __init__(self, config: ModelConfig, spec: Spec) -> None:
         self.model = Decoder(config, spec)
         tied = self.model.embed_tokens if config.is_tied else None
+        self._is_tied = config.is_tied
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, spec, tied)
+
+    def num_bytes(self, is_packed: bool) -> int:
+        """Bytes of the parameters, before they are packed; `is_packed` adds the copy of a tied embedding that is made then."""
+        parameters = [*self.state_dict().values(), *([self.model.embed_tokens.weight] if self._is_tied and is_packed else [])]
+        return sum(tensor.numel() * tensor.element_size() for tensor in parameters)
 
     def forward(self, ids: torch.Tensor, rows: torch.Tensor, context: Context) -> torch.Tensor:
         """Token ids int64 [T], indices int64 [S] of the tokens whose logits are wanted -> logits [S, V]."""

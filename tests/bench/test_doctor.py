@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from minisgl.attention import ATTENTION_BACKENDS, TorchAttention
 from minisgl.bench.doctor import plan_model, probe_backends
@@ -23,11 +24,12 @@ SETTINGS = {"device": "cpu", "page_size": 8, "max_running_req": 4, "max_seq_len"
 def test_the_plan_is_what_the_engine_then_does(model, tiny_models):
     plan = plan_model(EngineConfig(str(tiny_models(model)), **SETTINGS))
     with LLM(tiny_models(model), **SETTINGS) as llm:
-        limits, engine = llm.scheduler.engine.limits, llm.scheduler.engine
-        weights = engine.model.state_dict().values()
+        limits = llm.scheduler.engine.limits
         assert (plan.num_pages, plan.page_size, plan.max_seq_len) == (limits.num_pages, limits.page_size, limits.max_seq_len)
         assert plan.num_tokens == limits.num_pool_tokens == 4 * 104
-        assert plan.weight_bytes == sum(tensor.numel() * tensor.element_size() for tensor in weights)
+    tensors = load_file(tiny_models(model) / "model.safetensors")
+    packed_copy = tensors["model.embed_tokens.weight"].numel() if "lm_head.weight" not in tensors else 0
+    assert plan.weight_bytes == 4 * (sum(tensor.numel() for tensor in tensors.values()) + packed_copy)
     assert (plan.dtype, plan.device, plan.problem) == ("float32", "cpu", None)
 
 

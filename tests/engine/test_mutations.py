@@ -84,9 +84,11 @@ def weight_mutations():
 
 @pytest.fixture(scope="module")
 def engines(tiny_models):
-    """Engines by name, whose weights each test puts back."""
+    """Engines by name, whose weights each test puts back. They are not packed, so that they can be changed."""
     made = {}
-    return lambda name: made.setdefault(name, (tiny_engine(tiny_models(name)), Expected.of(tiny_models(name))))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+        yield lambda name: made.setdefault(name, (tiny_engine(tiny_models(name)), Expected.of(tiny_models(name))))
 
 
 @pytest.mark.parametrize(("name", "mutation"), list(weight_mutations()))
