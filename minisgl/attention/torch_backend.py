@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from minisgl.attention.base import BaseAttentionBackend
 from minisgl.core import Batch, Int32Array
-from minisgl.kernel.reference import store_kv
+from minisgl.kernel.reference import kv_rows, write_rows
 
 __all__ = ["TorchAttention"]
 
@@ -44,7 +44,8 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class _Metadata:
-    write_slots: torch.Tensor
+    write_rows: torch.Tensor
+    """int64 [T * K], see `kv_rows`"""
     groups: tuple[_Group, ...]
 
 
@@ -57,7 +58,8 @@ class TorchAttention(BaseAttentionBackend):
         slots = self._to_device(batch.slots)
         after = cached + extend
         groups = [self._group(slots[rows], after[rows], starts[rows], int(extend[rows[0]])) for rows in _split_rows(cached, extend)]
-        return _Metadata(self._to_device(batch.write_slots), tuple(groups))
+        rows = kv_rows(self._to_device(batch.write_slots), self.pool.k.shape[2], self.pool.page_size)
+        return _Metadata(rows, tuple(groups))
 
     def _to_device(self, array: Int32Array) -> torch.Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self.pool.k.device)
@@ -81,8 +83,8 @@ class TorchAttention(BaseAttentionBackend):
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, metadata: _Metadata) -> torch.Tensor:
         k_pool, v_pool = self.pool.k[layer], self.pool.v[layer]
-        store_kv(k_pool, k, metadata.write_slots)
-        store_kv(v_pool, v, metadata.write_slots)
+        write_rows(k_pool, k, metadata.write_rows)
+        write_rows(v_pool, v, metadata.write_rows)
         if len(metadata.groups) == 1:
             return self._attend(q, k_pool, v_pool, metadata.groups[0])
         out = torch.empty_like(q)

@@ -14,12 +14,14 @@ __all__ = [
     "add_rms_norm",
     "apply_rope",
     "experts",
+    "kv_rows",
     "paged_attention",
     "rms_norm",
     "route",
     "silu_mul",
     "store_kv",
     "vocab_embedding",
+    "write_rows",
 ]
 
 
@@ -41,7 +43,10 @@ def apply_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     half = x.shape[-1] // 2
     c, s = cos.unsqueeze(1), sin.unsqueeze(1)
     first, second = x[..., :half], x[..., half:]
-    return torch.cat((first * c - second * s, second * c + first * s), dim=-1)
+    out = torch.empty_like(x)  # filled in place: on a CPU each operation of a small step costs more than its arithmetic
+    torch.mul(first, c, out=out[..., :half]).addcmul_(second, s, value=-1)
+    torch.mul(second, c, out=out[..., half:]).addcmul_(first, s)
+    return out
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -62,8 +67,20 @@ def vocab_embedding(ids: torch.Tensor, weight: torch.Tensor, first_id: int) -> t
 
 def store_kv(pool: torch.Tensor, values: torch.Tensor, write_slots: torch.Tensor) -> None:
     """Write values [T, K, D] into pool [P, K, page_size, D] at write_slots [T] (page * page_size + offset)."""
-    page_size = pool.shape[2]
-    pool[write_slots // page_size, :, write_slots % page_size] = values
+    num_kv_heads, page_size = pool.shape[1:3]
+    write_rows(pool, values, kv_rows(write_slots, num_kv_heads, page_size))
+
+
+def kv_rows(write_slots: torch.Tensor, num_kv_heads: int, page_size: int) -> torch.Tensor:
+    """int64 [T * K]: where the heads of slots [T] stand in a pool seen as rows [P * K * page_size, D]."""
+    pages, offsets = write_slots // page_size, write_slots % page_size
+    heads = torch.arange(num_kv_heads, device=write_slots.device)
+    return ((pages.unsqueeze(1) * num_kv_heads + heads) * page_size + offsets.unsqueeze(1)).reshape(-1)
+
+
+def write_rows(pool: torch.Tensor, values: torch.Tensor, rows: torch.Tensor) -> None:
+    """Write values [T, K, D] into pool [P, K, page_size, D] at `rows`, which `kv_rows` gave."""
+    pool.view(-1, pool.shape[-1]).index_copy_(0, rows, values.reshape(-1, pool.shape[-1]))
 
 
 def paged_attention(

@@ -50,10 +50,10 @@ class SelfAttention(BaseOP):
         self._num_heads = divide(config.num_heads, spec.tp.size, "attention heads")
         self._num_kv_heads = local_kv_heads(config.num_kv_heads, spec.tp.size)
         self._head_dim = config.head_dim
-        self._q_size, self._kv_size = self._num_heads * config.head_dim, self._num_kv_heads * config.head_dim
-        parts = {"q_proj": self._q_size, "k_proj": self._kv_size, "v_proj": self._kv_size}
+        q_size, kv_size = self._num_heads * config.head_dim, self._num_kv_heads * config.head_dim
+        parts = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self._qkv = FusedLinear(config.hidden_size, parts, config.has_qkv_bias, spec)
-        self.o_proj = RowLinear(self._q_size, config.hidden_size, config.has_output_bias, spec)
+        self.o_proj = RowLinear(q_size, config.hidden_size, config.has_output_bias, spec)
         self._has_qk_norm = config.has_qk_norm
         if config.has_qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, spec)
@@ -64,12 +64,13 @@ class SelfAttention(BaseOP):
 
     def forward(self, x: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor], context: Context) -> torch.Tensor:
         """[T, hidden] -> [T, hidden]; cos and sin are [T, D/2]."""
-        q, k, v = torch.split(self._qkv.forward(x), [self._q_size, self._kv_size, self._kv_size], dim=-1)
-        q = q.reshape(-1, self._num_heads, self._head_dim)
-        k = k.reshape(-1, self._num_kv_heads, self._head_dim)
-        v = v.reshape(-1, self._num_kv_heads, self._head_dim)
+        num_turned = self._num_heads + self._num_kv_heads
+        heads = self._qkv.forward(x).view(len(x), num_turned + self._num_kv_heads, self._head_dim)
+        turned, v = heads[:, :num_turned], heads[:, num_turned:]
         if self._has_qk_norm:
-            q, k = self.q_norm.forward(q), self.k_norm.forward(k)
-        q, k = reference.apply_rope(q, *cos_sin), reference.apply_rope(k, *cos_sin)
+            q, k = self.q_norm.forward(turned[:, : self._num_heads]), self.k_norm.forward(turned[:, self._num_heads :])
+            turned = torch.cat((q, k), dim=1)
+        turned = reference.apply_rope(turned, *cos_sin)
+        q, k = turned[:, : self._num_heads], turned[:, self._num_heads :]
         out = context.attention.forward(q, k, v, self._layer, context.metadata)
         return self.o_proj.forward(out.reshape(len(x), -1), context)
