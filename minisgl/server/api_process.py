@@ -15,6 +15,7 @@ from minisgl.server.child import Child, Order, run_child
 from minisgl.server.defaults import read_defaults
 from minisgl.server.frontend import Frontend
 from minisgl.server.health import Health
+from minisgl.server.http_protocol import HttpProtocol
 from minisgl.utils.heartbeat import PulseReader
 
 KEEP_ALIVE_S = 75
@@ -88,6 +89,7 @@ def make_server(app: object) -> uvicorn.Server:
     """The HTTP server with our settings: it configures no logging, opens no port and handles no signal that we care for."""
     config = uvicorn.Config(
         app,  # type: ignore[arg-type]  # any ASGI application
+        http=HttpProtocol,
         log_config=None,
         log_level="warning",
         access_log=False,

@@ -25,6 +25,8 @@ __all__ = ["ControlTokens"]
 FIRST_STAND_IN = 0x100000
 """Characters for private use, plane 16: they have no meaning of their own."""
 FENCE = "\U0010fffd"
+WINDOW = 4096
+"""Characters that are searched at a time: a search keeps all other threads waiting, and takes long in a text of almost-spellings."""
 
 
 class ControlTokens:
@@ -35,21 +37,20 @@ class ControlTokens:
         self._ids = {text: token_id for token_id, text in spellings.items() if text}
         longest_first = sorted(self._ids, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        self._longest = len(longest_first[0]) if longest_first else 0
         self._backend = backend
         self._twin: tokenizers.Tokenizer | None = None
         self._names: dict[str, str] = {}
 
     def occur_in(self, value: Any) -> bool:
         """Whether a text anywhere in `value` (texts, lists, mappings) spells a control token."""
-        pattern = self._pattern
-        return pattern is not None and any(pattern.search(text) for text in _texts(value))
+        return any(True for text in _texts(value) for _ in self._matches(text))
 
     def encode(self, value: Any, render: Callable[[Any], str]) -> list[int]:
         """Ids of the text that `render` makes of `value`, in which all texts of `value` stay text.
 
         Raises RequestError if this tokenizer cannot do it.
         """
-        assert self._pattern is not None  # occur_in has found something
         stand_ins = self._stand_ins(value)
         own = render(_map_texts(value, lambda text: self._substitute(stand_ins, text)))
         if self._twin is None:
@@ -58,9 +59,24 @@ class ControlTokens:
         text = text.translate({ord(stand_in): spelling for spelling, stand_in in stand_ins.items()})
         return encode_freely(self._twin, text, add_special_tokens=False)
 
+    def _matches(self, text: str) -> Iterator[re.Match[str]]:
+        """Each spelling in `text`, from left to right, the longest where several begin."""
+        start = 0
+        while self._pattern is not None and start < len(text):
+            end = start + WINDOW
+            match = self._pattern.search(text, start, end + self._longest)
+            if match is None or match.start() >= end:
+                start = end
+            else:
+                yield match
+                start = match.end()
+
     def _substitute(self, names: Mapping[str, str], text: str) -> str:
-        assert self._pattern is not None
-        return self._pattern.sub(lambda match: names[match[0]], text)
+        parts, end = [], 0
+        for match in self._matches(text):
+            parts += [text[end : match.start()], names[match[0]]]
+            end = match.end()
+        return "".join((*parts, text[end:]))
 
     def _stand_ins(self, value: Any) -> dict[str, str]:
         """A character for each spelling, none of which is in `value`."""

@@ -38,6 +38,16 @@ def test_a_spelling_stays_text_and_the_templates_own_tokens_stay_tokens(content)
     assert bytes(token for token in ids if token < 256) == f"user\n{content}user\nnext".encode()
 
 
+def test_a_spelling_is_found_wherever_it_lies_in_a_long_text():
+    """A long text is searched in pieces."""
+    tokenizer = bytes_tokenizer()
+    for before in (*range(4080, 4100), *range(8185, 8195)):
+        content = "<" * before + "<|end|>" + "x" * 5000 + "<|turn|>"
+        ids = tokenizer.encode_chat(chat(content), {})
+        assert [token for token in ids if token >= 256] == [TURN, END]
+        assert bytes(token for token in ids if token < 256) == f"user\n{content}".encode()
+
+
 def test_spellings_in_other_fields_and_in_variables_stay_text_too():
     assert spelled(bytes_tokenizer().encode_chat(chat("a"), {"name": "<|end|>"})) == "[256]user\na[257]<|end|>"
     messages = [{"role": "<|end|>", "content": "a"}]
