@@ -13,7 +13,10 @@ from typing import Any
 
 __all__ = ["OPTIONAL", "REQUIRED", "hardware", "installed"]
 
-REQUIRED = ("minisgl", "torch", "numpy", "safetensors", "tokenizers", "huggingface_hub", "msgspec", "pyzmq", "starlette", "uvicorn")
+REQUIRED = (
+    *("minisgl", "torch", "numpy", "safetensors", "tokenizers", "huggingface_hub", "gguf", "filelock", "tqdm", "jinja2"),
+    *("msgspec", "pyzmq", "starlette", "uvicorn", "h11", "pyyaml"),
+)
 OPTIONAL = {
     "triton": "kernels for CUDA",
     "flashinfer-python": "attention backend for CUDA",

@@ -21,21 +21,26 @@ NOT_IN_FILES = ("config", "help", "version")
 
 
 def read_config_words(path: str, parser: argparse.ArgumentParser) -> dict[str, list[str]]:
-    """For each setting of the file at `path`, by its argument's `dest`, the words that give it to `parser`.
+    """For each setting of the file at `path`, by its argument's `dest`, the words that give it to `parser`, which raises its errors.
 
     Raises ConfigError, with the file's name, if it cannot be read, is no mapping, or has a key that is no flag, two keys for one flag, or
-    a value that no flag could have.
+    a value that its flag refuses.
     """
     flags = _flags(parser)
     words: dict[str, list[str]] = {}
     for key, value in _read(path).items():
         action = flags.get(str(key))
         if action is None:
-            near = difflib.get_close_matches(str(key).replace("_", "-"), flags, n=1, cutoff=0.0)
-            raise ConfigError(f"{path}: {key!r} is no setting; did you mean {near[0]!r}? Names are those of the flags, without --")
+            near = difflib.get_close_matches(str(key).replace("_", "-"), flags, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ConfigError(f"{path}: {key!r} is no setting; {hint}Names are those of the flags, without --")
         if action.dest in words:
             raise ConfigError(f"{path}: {key!r} sets what another name in the file sets too; keep one of them")
         words[action.dest] = _words(path, str(key), action, value)
+        try:
+            parser.parse_args(words[action.dest])
+        except argparse.ArgumentError as error:
+            raise ConfigError(f"{path}: {key}: {error.message}") from error
     return words
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from importlib.metadata import requires
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from safetensors.torch import load_file
 
 from minisgl.attention import ATTENTION_BACKENDS, TorchAttention
 from minisgl.bench.doctor import plan_model, probe_backends
-from minisgl.bench.machine import installed
+from minisgl.bench.machine import OPTIONAL, REQUIRED, installed
 from minisgl.cli import main
 from minisgl.engine.config import EngineConfig
 from minisgl.errors import ConfigError
@@ -108,3 +110,10 @@ def test_a_device_that_is_not_here_is_refused(tiny_models, capsys):
 def test_a_model_that_cannot_be_read_is_an_error(tmp_path, capsys):
     assert main(["doctor", str(tmp_path)]) == 2
     assert "config.json" in capsys.readouterr().err
+
+
+def test_everything_that_the_package_requires_is_looked_for():
+    requirements = [entry for entry in requires("minisgl") or [] if "extra ==" not in entry]
+    names = {re.split(r"[^\w-]", entry)[0].lower().replace("-", "_") for entry in requirements}
+    assert {"torch", "uvicorn", "pyyaml"} <= names
+    assert names <= {name.replace("-", "_") for name in (*REQUIRED, *OPTIONAL)}
