@@ -60,6 +60,8 @@ class EngineConfig:
         check_count("num_pages", self.num_pages, 0, "--num-pages")
         check_count("max_running_req", self.max_running_req, 1, "--max-running-requests")
         check_count("max_seq_len", self.max_seq_len, 0, "--max-seq-len")
+        if self.max_seq_len == 1:
+            raise ConfigError("max_seq_len: 1 found; a prompt and its answer need 2 tokens, or 0 for the context; change --max-seq-len")
         check_text("attention_backend", self.attention_backend, "--attention-backend")
         check_flag("use_dummy_weight", self.use_dummy_weight, "--dummy-weight")
         check_count("seed", self.seed, 0, "--seed", high=2**63 - 1)

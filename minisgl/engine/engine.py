@@ -183,6 +183,8 @@ def make_engine(
     plan = plan_memory(config, model_config, dtype, page_size, available, num_bytes, device.type)
     plan = replace(plan, num_pages=_minimum(plan.num_pages, groups))
     log(f"memory: {plan}")
+    if config.num_pages and config.memory_ratio:
+        log(f"--memory-ratio {config.memory_ratio:g} has no effect beside --num-pages {config.num_pages}")
     attention = _make_attention(config, model_config, plan, page_size, max_seq_len, dtype, device)
     end_ids, num_known_ids = load_ids(model_dir) if ids is None else ids
     limits = EngineLimits(

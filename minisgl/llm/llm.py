@@ -36,7 +36,7 @@ __all__ = ["LLM"]
 logger = logging.getLogger(__name__)
 
 MIN_PROMPTS_FOR_PROGRESS = 8
-NOT_OFFLINE = ("model_path", "dtype", "offline_mode", "tp_info", "backend_create_detokenizer_link", "_unique_suffix")
+NOT_OFFLINE = ("model_path", "dtype", "offline_mode", "tp_info", "backend_create_detokenizer_link", "_unique_suffix", "record")
 """Fields of SchedulerConfig that are arguments of their own or mean nothing without other processes."""
 
 
@@ -81,7 +81,8 @@ class LLM:
 
     def __init__(self, model_path: str | Path | None = None, dtype: Any = "auto", **config: Any) -> None:
         _check_names(config)
-        if config.pop("tp_size", 1) != 1:
+        tp_size = config.pop("tp_size", 1)
+        if tp_size != 1 or isinstance(tp_size, bool):
             raise ConfigError("tp_size: an LLM computes on one rank, 1 is allowed; `minisgl serve --tp N` spreads a model over several")
         SchedulerConfig(dtype=dtype, offline_mode=True, **config)  # a wrong setting is told before anything is fetched
         model_dir = resolve_model(None if model_path is None else str(model_path))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 
 import pytest
@@ -293,8 +294,16 @@ def test_wrong_values_are_told_before_a_model_is_looked_for():
         LLM("/no/such/model", page_size=-1)
     with pytest.raises(ConfigError, match="tp_size"):
         LLM("/no/such/model", tp_size=2)
+    with pytest.raises(ConfigError, match="tp_size"):
+        LLM("/no/such/model", tp_size=True)
     with pytest.raises(ConfigError, match="/no/such/model"):
         LLM("/no/such/model", tp_size=1)
+
+
+def test_a_memory_ratio_that_has_no_effect_is_told(make_llm, caplog):
+    with caplog.at_level(logging.INFO, logger="minisgl"):
+        make_llm(memory_ratio=0.5, num_pages=20)
+    assert "--memory-ratio 0.5 has no effect beside --num-pages 20" in caplog.text
 
 
 def test_two_objects_live_side_by_side(make_llm):

@@ -122,6 +122,7 @@ BAD = [
     ("max_running_req", 0),
     ("max_running_req", "8"),
     ("max_seq_len", -1),
+    ("max_seq_len", 1),
     ("attention_backend", ""),
     ("attention_backend", None),
     ("use_dummy_weight", 1),
