@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
+import sys
 
 import pytest
 
@@ -63,7 +66,7 @@ def test_with_the_prefix_from_the_cache(llm, solo):
 
 
 SETTINGS = {
-    "after a restart": {},
+    "in another object": {},
     "planned ahead": {"overlap": True},
     "not planned ahead": {"overlap": False},
     "in chunks": {"max_extend_tokens": 7, "max_extend_tokens_beside_decode": 3},
@@ -76,6 +79,21 @@ SETTINGS = {
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 def test_with_other_settings(settings, make_llm, solo):
     assert run(make_llm(**settings), load=2) == solo
+
+
+def test_after_a_restart(tiny_models, solo):
+    """In another process, with another hash seed."""
+    program = (
+        "import json, sys\n"
+        "from minisgl.llm import LLM\n"
+        "from tests.llm.conftest import SMALL\n"
+        "from tests.llm.test_same_ids import run\n"
+        "print(json.dumps(run(LLM(sys.argv[1], **SMALL), load=2)))\n"
+    )
+    model = str(tiny_models("llama"))
+    ended = subprocess.run([sys.executable, "-c", program, model], capture_output=True, text=True, check=False, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout) == solo
 
 
 @pytest.mark.parametrize("overlap", [False, True])
