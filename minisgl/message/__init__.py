@@ -19,6 +19,7 @@ from minisgl.message.tokenizer import (
     DetokenizeMsg,
     FlushCacheMsg,
     PromptLogprobsMsg,
+    TokenizedMsg,
     TokenizeMsg,
 )
 
@@ -42,6 +43,7 @@ __all__ = [
     "ReplyKind",
     "TokenScore",
     "TokenizeMsg",
+    "TokenizedMsg",
     "UserMsg",
     "UserReply",
 ]

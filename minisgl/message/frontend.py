@@ -39,9 +39,10 @@ class UserReply(BaseFrontendMsg, omit_defaults=True):
     uid: int
     kind: ReplyKind
     text: str = ""
-    """`delta`, `final`: text that is safe to show and was not shown before. `accepted`: the prompt's, if it is to be echoed"""
+    """`delta`, `final`: text that is safe to show and was not shown before. `accepted`: the prompt's, if it is to be echoed.
+    Of a text that was only to be tokenized: its ids in JSON, for there may be millions, which nobody here needs one by one"""
     token_ids: list[int] = []
-    """`delta`, `final`, if asked for: tokens sampled since the last reply, or the ids of a text that was only to be tokenized"""
+    """`delta`, `final`, if asked for: tokens sampled since the last reply"""
     scores: list[TokenScore] = []
     """of the tokens whose text is shown, if asked for; an end id has none. With `accepted`: the first token of an echoed prompt"""
     prompt_scores: list[TokenScore] = []

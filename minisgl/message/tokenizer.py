@@ -54,6 +54,21 @@ class DecodeMsg(BaseTokenizerMsg):
     skip_special_tokens: bool = False
 
 
+class TokenizedMsg(BaseTokenizerMsg):
+    """What became of a `TokenizeMsg` or `DecodeMsg` that was handed to whoever tokenizes: ids, a text, or a refusal."""
+
+    uid: int
+    input_ids: bytes = b""
+    """int32, as many as there are tokens"""
+    text: str = ""
+    """the answer to a `DecodeMsg`; of a prompt with `only_ids` its ids in JSON; of one given as ids, its text if `echo`"""
+    status: int = 0
+    """of a refusal, with what follows: as in `UserReply`"""
+    code: str = ""
+    message: str = ""
+    param: str | None = None
+
+
 class FlushCacheMsg(BaseTokenizerMsg):
     """The API wants the prefix cache emptied; handed on to the scheduler. The answer is one `final` reply, or `rejected`."""
 
@@ -107,7 +122,9 @@ class AbortMsg(BaseTokenizerMsg):
     """Somebody still reads: the request ends with a reply."""
 
 
-_SingleMsg = Union[TokenizeMsg, DetokenizeMsg, PromptLogprobsMsg, BackendReadyMsg, AbortMsg, DecodeMsg, FlushCacheMsg, CacheFlushedMsg]
+_SingleMsg = Union[
+    TokenizeMsg, TokenizedMsg, DetokenizeMsg, PromptLogprobsMsg, BackendReadyMsg, AbortMsg, DecodeMsg, FlushCacheMsg, CacheFlushedMsg
+]
 
 
 class BatchTokenizerMsg(BaseTokenizerMsg):

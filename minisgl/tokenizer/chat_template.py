@@ -84,12 +84,16 @@ class ChatTemplate:
     ) -> str:
         """The prompt text. `special_tokens` (bos_token, …) and `variables` are further names for the template.
 
+        The role `developer` is newer than most templates; one that does not name it gets such messages as `system`.
+
         Raises RequestError: for messages that are malformed or have parts other than text; with the template's own words when it
         raises; for tools or variables that it cannot honour.
         """
         self._check_variables(variables, special_tokens)
         plain = plain_messages(messages)
         name = self._choose(plain, variables)
+        if "developer" not in self._sources[name]:
+            plain = [{**message, "role": "system"} if message["role"] == "developer" else message for message in plain]
         fixed = {"messages": plain, "add_generation_prompt": add_generation_prompt}
         try:
             return self._templates[name].render({"tools": None, "documents": None, **special_tokens, **variables, **fixed})

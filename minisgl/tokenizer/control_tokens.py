@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -30,7 +31,7 @@ WINDOW = 4096
 
 
 class ControlTokens:
-    """The control tokens of `backend`, by id. The twin is made when it is first needed; use one object in one thread."""
+    """The control tokens of `backend`, by id. The twin is made when it is first needed. Any thread may use it."""
 
     def __init__(self, backend: tokenizers.Tokenizer, special_ids: frozenset[int]) -> None:
         spellings = {token_id: backend.id_to_token(token_id) for token_id in special_ids}
@@ -39,6 +40,7 @@ class ControlTokens:
         self._pattern = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
         self._longest = len(longest_first[0]) if longest_first else 0
         self._backend = backend
+        self._making = threading.Lock()
         self._twin: tokenizers.Tokenizer | None = None
         self._names: dict[str, str] = {}
 
@@ -53,8 +55,9 @@ class ControlTokens:
         """
         stand_ins = self._stand_ins(value)
         own = render(_map_texts(value, lambda text: self._substitute(stand_ins, text)))
-        if self._twin is None:
-            self._twin = self._make_twin()
+        with self._making:
+            if self._twin is None:
+                self._twin = self._make_twin()
         text = self._substitute(self._names, own)
         text = text.translate({ord(stand_in): spelling for spelling, stand_in in stand_ins.items()})
         return encode_freely(self._twin, text, add_special_tokens=False)

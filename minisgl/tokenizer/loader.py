@@ -114,7 +114,7 @@ class Tokenizer:
     ) -> list[int]:
         """The ids of a stranger's chat: as `apply_chat_template`, but a control token that is spelled out in it stays plain text.
 
-        `variables` are the template's further ones. To be called in one thread. Raises what `render_chat` raises.
+        `variables` are the template's further ones. Raises what `render_chat` raises.
         """
         plain = plain_messages(messages)
         if allow_control_tokens or not self._control_tokens.occur_in([plain, variables]):

@@ -5,8 +5,6 @@ Knows messages and the tokenizer; no sockets, no other request. Called by `worke
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from minisgl.core import FinishReason, Int32Array, SamplingParams, TokenLogprobs
 from minisgl.message import DetokenizeMsg, PromptLogprobsMsg, TokenizeMsg, TokenScore, UserReply
 from minisgl.tokenizer.detokenize import TextStream
@@ -18,14 +16,15 @@ __all__ = ["Output"]
 class Output:
     """Counts, and turns what the scheduler says of one uid into what its client is to see. Mutable."""
 
-    def __init__(self, tokenizer: Tokenizer, request: TokenizeMsg, params: SamplingParams, prompt: Int32Array) -> None:
+    def __init__(self, tokenizer: Tokenizer, request: TokenizeMsg, params: SamplingParams, prompt: Int32Array, echoed: str) -> None:
+        """`echoed`: the prompt as a text, if the output is to begin with it."""
         self.num_prompt_tokens = len(prompt)
         self.num_completion_tokens = 0
         self.num_cached_tokens = 0
         self._pieces = tokenizer.pieces
         self._stream = TextStream(tokenizer, skip_special_tokens=params.skip_special_tokens, stop=params.stop, continues=request.echo)
         self._wants_token_ids = request.wants_token_ids
-        self._echo = _Echo(tokenizer, request, prompt.tolist(), params) if request.echo else None
+        self._echo = _Echo(tokenizer, request, int(prompt[0]), echoed, params) if request.echo else None
         self._offset = len(self._echo.text) if self._echo else 0
 
     @property
@@ -95,10 +94,10 @@ class Output:
 class _Echo:
     """The prompt as text, and where each of its tokens begins in it."""
 
-    def __init__(self, tokenizer: Tokenizer, request: TokenizeMsg, prompt: Sequence[int], params: SamplingParams) -> None:
-        self.first_token = prompt[0]
+    def __init__(self, tokenizer: Tokenizer, request: TokenizeMsg, first_token: int, text: str, params: SamplingParams) -> None:
+        self.first_token = first_token
         self.is_scored = params.prompt_logprobs is not None
-        self.text = tokenizer.decode(prompt, params.skip_special_tokens) if request.text is None else request.text
+        self.text = text
         is_verbatim = request.text is not None
         self._added_ids = tokenizer.special_ids if is_verbatim else frozenset()
         self._stream = TextStream(tokenizer, skip_special_tokens=not is_verbatim and params.skip_special_tokens)

@@ -28,17 +28,16 @@ def prompt_ids(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int) -> 
     return ids
 
 
-def check_token_ids(ids: Sequence[Any], vocab_size: int) -> None:
-    """Raise RequestError unless there is at least one id and all are ints from 0 to `vocab_size` - 1."""
+def check_token_ids(ids: Sequence[Any], vocab_size: int, param: str = "prompt") -> None:
+    """Raise RequestError, about the field `param`, unless there is at least one id and all are ints from 0 to `vocab_size` - 1."""
     if not ids:
-        raise RequestError("the prompt is empty; at least one token is wanted", code="empty_prompt", param="prompt")
+        raise RequestError(f"the {param} is empty; at least one token is wanted", code=f"empty_{param}", param=param)
     for token_id in ids:
         if isinstance(token_id, bool) or not isinstance(token_id, int):
-            raise RequestError(f"the prompt holds {token_id!r}; token ids are integers", code="invalid_token_id", param="prompt")
+            raise RequestError(f"the {param} holds {token_id!r}; token ids are integers", code="invalid_token_id", param=param)
         if not 0 <= token_id < vocab_size:
-            raise RequestError(
-                f"the prompt holds token id {token_id}; 0 to {vocab_size - 1} is allowed", code="invalid_token_id", param="prompt"
-            )
+            text = f"the {param} holds token id {token_id}; 0 to {vocab_size - 1} is allowed"
+            raise RequestError(text, code="invalid_token_id", param=param)
 
 
 def check_sampling_ids(params: SamplingParams, vocab_size: int) -> None:

@@ -1,8 +1,8 @@
 """The tokenizer process's main loop: prompts to token ids for the scheduler, sampled tokens to text for the API.
 
-One loop owns all state and all sockets. Tokenizing runs in a second thread, so that a huge prompt delays nobody's tokens; its results
-come back to the loop, which alone decides whether the request still wants them. Every ending of an accepted request is sent from here,
-so there is exactly one.
+One loop owns all state and all sockets. Tokenizing runs in a second thread or in processes of its own (`encoding`), so that a huge prompt
+delays nobody's tokens; its results come back to the loop, which alone decides whether the request still wants them: no abort is lost.
+Every ending of an accepted request is sent from here, so there is exactly one.
 
 Knows addresses, messages and the model's tokenizer; no HTTP, no scheduler, no model. Called by the server's tokenizer process.
 """
@@ -13,8 +13,6 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from queue import SimpleQueue
-from typing import Any, Union
 
 import numpy as np
 
@@ -36,23 +34,22 @@ from minisgl.message import (
     FlushBackendMsg,
     FlushCacheMsg,
     PromptLogprobsMsg,
+    TokenizedMsg,
     TokenizeMsg,
     UserMsg,
     UserReply,
 )
+from minisgl.tokenizer.encoding import INTERNAL_ERROR, Encoders, Job
 from minisgl.tokenizer.loader import Tokenizer
 from minisgl.tokenizer.output import Output
-from minisgl.tokenizer.prompt import check_sampling_ids, check_token_ids
 from minisgl.utils import ZmqPullQueue, ZmqPushQueue
 
 __all__ = ["TokenizerWorker", "WorkerAddresses"]
 
 logger = logging.getLogger(__name__)
 
-INTERNAL_ERROR = "an internal error; the server's log tells more"
-Job = Union[TokenizeMsg, DecodeMsg]
-Outcome = Union[Int32Array, str, RequestError]
-"""What becomes of a job: ids, text, or a refusal."""
+BLOCK_CHARS = 1_000_000
+"""A text that is longer is handed on in parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +59,8 @@ class WorkerAddresses:
     inbox: str
     backend: str
     frontend: str
+    encoders: tuple[str, ...] = ()
+    """of processes that tokenize for it; without them a thread does"""
 
 
 class TokenizerWorker:
@@ -73,7 +72,7 @@ class TokenizerWorker:
         self._addresses = addresses
         self._on_ready = on_ready
         self._limits: BackendReadyMsg | None = None
-        self._encoder = _Encoder(tokenizer, addresses.inbox)
+        self._encoders = Encoders(tokenizer, addresses.inbox, addresses.encoders)
         self._outputs: dict[int, Output] = {}
         """accepted requests that have not ended"""
         self._replies: list[UserReply] = []
@@ -85,19 +84,20 @@ class TokenizerWorker:
             ZmqPullQueue[BaseTokenizerMsg](self._addresses.inbox, create=True, decoder=BaseTokenizerMsg.decoder) as inbox,
             ZmqPushQueue[BaseBackendMsg](self._addresses.backend, create=False, encoder=BaseBackendMsg.encoder) as backend,
             ZmqPushQueue[BaseFrontendMsg](self._addresses.frontend, create=False, encoder=BaseFrontendMsg.encoder) as frontend,
-            self._encoder,
+            self._encoders,
         ):
             while not stop.is_set():
                 self._handle(inbox.get())
-                for request, outcome in self._encoder.take_done():
-                    self._finish_tokenizing(request, outcome)
                 self._flush(frontend, backend)
 
     def _flush(self, frontend: ZmqPushQueue[BaseFrontendMsg], backend: ZmqPushQueue[BaseBackendMsg]) -> None:
         """Send what one frame brought: one frame each way."""
         replies, self._replies = self._replies, []
         orders, self._orders = self._orders, []
-        if replies:
+        if sum(len(reply.text) for reply in replies) > BLOCK_CHARS:  # one frame each, so that the API can do other things in between
+            for reply in replies:
+                frontend.put(reply)
+        elif replies:
             frontend.put(replies[0] if len(replies) == 1 else BatchFrontendMsg(replies))
         if orders:
             backend.put(orders[0] if len(orders) == 1 else BatchBackendMsg(list(orders)))
@@ -111,6 +111,10 @@ class TokenizerWorker:
                     self._replies.append(self._outputs[each.uid].push_prompt(each))
             elif isinstance(each, (TokenizeMsg, DecodeMsg)):
                 self._start_tokenizing(each)
+            elif isinstance(each, TokenizedMsg):
+                request = self._encoders.finish(each.uid)
+                if request is not None:
+                    self._finish_tokenizing(request, each)
             elif isinstance(each, AbortMsg):
                 self._abort(each)
             elif isinstance(each, FlushCacheMsg):
@@ -119,6 +123,7 @@ class TokenizerWorker:
                 self._replies.append(_flush_reply(each))
             elif isinstance(each, BackendReadyMsg):
                 self._limits = each
+                self._encoders.announce(each)
                 self._on_ready(each)
 
     # ---- prompts --------------------------------------------------------------------------------------------------------------
@@ -126,29 +131,34 @@ class TokenizerWorker:
     def _start_tokenizing(self, request: Job) -> None:
         if self._limits is None:
             self._reject(request, RequestError("the model is still being loaded; try again later", status=503, code="starting"))
-        elif request.uid in self._outputs or not self._encoder.submit(request, self._limits.max_seq_len):
-            logger.error("uid %d is in use; its second request is dropped", request.uid)
-
-    def _finish_tokenizing(self, request: Job, outcome: Outcome) -> None:
-        """Accept or reject a request whose prompt has been tokenized; answer one that asked for no more than that."""
-        if isinstance(outcome, RequestError):
-            self._reject(request, outcome)
-        elif isinstance(outcome, str):
-            self._replies.append(UserReply(request.uid, "final", text=outcome, finish_reason="stop"))
-        elif isinstance(request, TokenizeMsg) and request.only_ids:
-            self._replies.append(UserReply(request.uid, "final", token_ids=outcome.tolist(), finish_reason="stop"))
-        elif isinstance(request, TokenizeMsg):
+        else:
             try:
-                self._check_length(len(outcome))
+                if request.uid in self._outputs or not self._encoders.submit(request):
+                    logger.error("uid %d is in use; its second request is dropped", request.uid)
+            except RequestError as error:
+                self._reject(request, error)
+
+    def _finish_tokenizing(self, request: Job, outcome: TokenizedMsg) -> None:
+        """Accept or reject a request whose prompt has been tokenized; answer one that asked for no more than that."""
+        if outcome.status:
+            self._reject(request, RequestError(outcome.message, status=outcome.status, code=outcome.code, param=outcome.param))
+        elif isinstance(request, TokenizeMsg) and not request.only_ids:
+            ids = np.frombuffer(outcome.input_ids, dtype=np.int32)
+            try:
+                self._check_length(len(ids))
             except RequestError as error:
                 self._reject(request, error)
             else:
-                self._accept(request, outcome)
+                self._accept(request, ids, request.text or outcome.text)
+        else:
+            blocks = [outcome.text[start : start + BLOCK_CHARS] for start in range(0, len(outcome.text), BLOCK_CHARS)]
+            self._replies += [UserReply(request.uid, "delta", text=block) for block in blocks]
+            self._replies.append(UserReply(request.uid, "final", finish_reason="stop"))
 
-    def _accept(self, request: TokenizeMsg, ids: Int32Array) -> None:
-        """Send each choice to the scheduler as a request of its own."""
+    def _accept(self, request: TokenizeMsg, ids: Int32Array, echoed: str) -> None:
+        """Send each choice to the scheduler as a request of its own. `echoed`: the prompt's text, if the answers begin with it."""
         for uid, params in _choices(request):
-            output = Output(self._tokenizer, request, params, ids)
+            output = Output(self._tokenizer, request, params, ids, echoed)
             self._outputs[uid] = output
             self._replies.append(output.accepted(uid))
             self._orders.append(UserMsg(uid, ids, params, request.cache_salt))
@@ -179,7 +189,7 @@ class TokenizerWorker:
         The API aborts all choices of a prompt while it is being tokenized, so the first one's uid stands for all.
         """
         uid = message.uid
-        request = self._encoder.cancel(uid)
+        request = self._encoders.cancel(uid)
         if request is not None:
             if message.wants_ending:
                 self._reject(request, RequestError("the request was aborted before it began", status=409, code="aborted"))
@@ -207,8 +217,9 @@ class TokenizerWorker:
         del self._outputs[message.uid]
         if not message.finished:
             self._orders.append(AbortBackendMsg(message.uid))
+        text = last.text + output.finish()  # the rest may complete a stop string
         reason: FinishReason = "stop" if output.is_stopped else message.finish_reason or "error"
-        reply = output.final(message.uid, last.text + output.finish(), reason)
+        reply = output.final(message.uid, text, reason)
         reply.token_ids, reply.scores = last.token_ids, last.scores
         if reason in ("error", "abort"):
             reply.status, reply.code = (503, "aborted") if reason == "abort" else (500, "internal_error")
@@ -227,106 +238,3 @@ def _flush_reply(message: CacheFlushedMsg) -> UserReply:
         return UserReply(message.uid, "final", finish_reason="stop")
     text = f"{message.num_running} requests run; the cache can be flushed when none does"
     return UserReply(message.uid, "rejected", status=409, code="busy", message=text)
-
-
-def _check_size(prompt: Any, most: int) -> None:
-    """Raise RequestError, before anything else is done with it, for a prompt whose texts have more than `most` bytes."""
-    num_bytes = _num_bytes(prompt)
-    if num_bytes > most:
-        raise RequestError(
-            f"the prompt has {num_bytes} bytes; at most {most} can fit the context", status=413, code="request_too_large", param="prompt"
-        )
-
-
-def _num_bytes(value: Any) -> int:
-    """UTF-8 bytes of all texts in `value`."""
-    if isinstance(value, str):
-        return len(value.encode(errors="surrogatepass"))
-    if isinstance(value, dict):
-        return sum(map(_num_bytes, value.values()))
-    return sum(map(_num_bytes, value)) if isinstance(value, list) else 0
-
-
-class _Encoder:
-    """Turns prompts into ids in a thread of its own, one after the other. All methods belong to the loop's thread."""
-
-    def __init__(self, tokenizer: Tokenizer, wake_addr: str) -> None:
-        self._tokenizer = tokenizer
-        self._wake_addr = wake_addr
-        self._max_prompt_bytes = 0
-        self._pending: dict[int, Job] = {}
-        self._todo: SimpleQueue[Job | None] = SimpleQueue()
-        self._done: SimpleQueue[tuple[Job, Outcome]] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="tokenize", daemon=True)
-
-    def __enter__(self) -> _Encoder:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Leave the thread once it is done with the prompt at hand."""
-        self._pending.clear()
-        self._todo.put(None)
-        self._thread.join()
-
-    def submit(self, request: Job, context: int) -> bool:
-        """Queue a request; False if its uid is queued already. A text that cannot fit the `context`, in tokens, will not be read."""
-        if request.uid in self._pending:
-            return False
-        self._max_prompt_bytes = context * self._tokenizer.longest_token_bytes
-        self._pending[request.uid] = request
-        self._todo.put(request)
-        return True
-
-    def cancel(self, uid: int) -> Job | None:
-        """Forget a queued request, or the result that is being made, and return it; None if there is none."""
-        return self._pending.pop(uid, None)
-
-    def take_done(self) -> list[tuple[Job, Outcome]]:
-        """What has been tokenized or refused since the last call and was not cancelled."""
-        done = []
-        while not self._done.empty():
-            request, outcome = self._done.get()
-            if self._pending.get(request.uid) is request:
-                del self._pending[request.uid]
-                done.append((request, outcome))
-        return done
-
-    def _run(self) -> None:
-        """The thread. Its results wait in a queue; a frame without content wakes the loop that sleeps on its socket."""
-        wake_up = BatchTokenizerMsg([])
-        with ZmqPushQueue[BaseTokenizerMsg](self._wake_addr, create=False, encoder=BaseTokenizerMsg.encoder) as loop:
-            while (request := self._todo.get()) is not None:
-                if request.uid in self._pending:  # else cancelled
-                    self._done.put((request, self._encode(request)))
-                    loop.put(wake_up)
-
-    def _encode(self, request: Job) -> Outcome:
-        try:
-            if isinstance(request, DecodeMsg):
-                check_token_ids(request.input_ids, self._tokenizer.vocab_size)
-                return self._tokenizer.decode(request.input_ids, request.skip_special_tokens)
-            return np.array(self._ids(request), dtype=np.int32)
-        except RequestError as error:
-            return error
-        except Exception:  # the boundary of one message: whatever a prompt does to the tokenizer, the process lives on
-            logger.exception("tokenizing uid %d failed", request.uid)
-            return RequestError(INTERNAL_ERROR, status=500, code="internal_error")
-
-    def _ids(self, request: TokenizeMsg) -> list[int]:
-        """Token ids, at least one, each in the vocabulary."""
-        given = [name for name in ("text", "input_ids", "messages") if getattr(request, name) is not None]
-        if len(given) != 1:
-            raise RequestError(f"exactly one of text, input_ids and messages is wanted; {', '.join(given) or 'none'} found")
-        check_sampling_ids(request.sampling_params, self._tokenizer.vocab_size)
-        _check_size([request.text, request.messages], self._max_prompt_bytes)
-        if request.text is not None:
-            ids = self._tokenizer.encode(request.text, request.add_special_tokens)
-        elif request.messages is not None:
-            ids = self._tokenizer.encode_chat(
-                request.messages, request.chat_template_kwargs, allow_control_tokens=request.allow_control_tokens
-            )
-        else:
-            ids = request.input_ids or []
-        check_token_ids(ids, self._tokenizer.vocab_size)
-        return ids

@@ -66,6 +66,47 @@ def test_rendering_equals_transformers(source, chat):
         assert render(source, messages, {"bos_token": "<|end|>"}, prompts, mood="warm", **extra) == expected
 
 
+LLAMA_LIKE = (
+    "{{ bos_token }}{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content'] | trim %}"
+    "{%- set messages = messages[1:] %}{%- else %}{%- set system = '' %}{%- endif %}"
+    "{{ '<|start_header_id|>system<|end_header_id|>\n\n' + system + '<|eot_id|>' }}"
+    "{%- for m in messages %}{%- if m.role not in ('user', 'assistant', 'tool') %}{{ raise_exception('Unknown role: ' + m.role) }}"
+    "{%- endif %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' + m['content'] | trim + '<|eot_id|>' }}{%- endfor %}"
+)
+HARMONY_LIKE = (
+    "{%- if messages[0].role == 'developer' or messages[0].role == 'system' %}{%- set words = messages[0].content %}"
+    "{{ '<|start|>developer<|message|># Instructions\n\n' + words + '<|end|>' }}{%- endif %}"
+    "{%- for m in messages %}{%- if m.role == 'user' %}{{ '<|start|>user<|message|>' + m.content + '<|end|>' }}{%- endif %}{%- endfor %}"
+)
+NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}ok"
+
+
+def developer_chat(role="developer"):
+    return [{"role": role, "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+
+
+@pytest.mark.parametrize("source", [CHATML, LLAMA_LIKE, NAMESPACED])
+def test_a_template_that_does_not_know_developers_gets_them_as_system(source):
+    assert render(source, developer_chat()) == render(source, developer_chat("system"))
+    assert "developer" not in render(source, developer_chat())
+
+
+def test_a_template_that_knows_developers_gets_them_as_they_are():
+    text = render(HARMONY_LIKE, developer_chat())
+    assert text == "<|start|>developer<|message|># Instructions\n\nBe brief.<|end|><|start|>user<|message|>Hi<|end|>"
+    assert render("{{ messages[0].role }} {# developer #}", developer_chat()) == "developer "
+
+
+def test_a_template_without_a_system_role_refuses_developers_in_its_words():
+    with pytest.raises(RequestError, match="System role not supported"):
+        render(NO_SYSTEM, developer_chat())
+
+
+def test_a_developer_among_the_turns_is_refused_by_a_template_that_allows_system_first_only():
+    with pytest.raises(RequestError, match="Unknown role: system"):
+        render(LLAMA_LIKE, [*developer_chat(), {"role": "developer", "content": "Be briefer."}])
+
+
 def test_text_parts_are_joined():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert render("{{ messages[0].content }}", [{"role": "user", "content": parts}]) == "ab"

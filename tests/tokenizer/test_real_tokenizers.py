@@ -168,3 +168,15 @@ def test_the_gguf_kinds_give_the_ids_of_the_original(tmp_path, name, pre):
         assert rebuilt.encode(text) == original.encode(text)
     ids = [source.randrange(original.vocab_size) for _ in range(3000)]
     assert rebuilt.decode(ids, False) == original.decode(ids, False)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3_1", "gemma3"])
+def test_developers_are_heard_by_real_templates(name):
+    tokenizer = load_tokenizer(directory_of(name))
+
+    def text(role):
+        return tokenizer.render_chat([{"role": role, "content": "Be brief."}, {"role": "user", "content": "Hi"}])
+
+    assert text("developer") == text("system")
+    assert "Be brief." in text("developer")
+    assert "developer" not in text("developer")

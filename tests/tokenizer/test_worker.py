@@ -16,6 +16,7 @@ from minisgl.message import (
     BaseBackendMsg,
     BaseFrontendMsg,
     BaseTokenizerMsg,
+    BatchBackendMsg,
     BatchFrontendMsg,
     BatchTokenizerMsg,
     DetokenizeMsg,
@@ -23,7 +24,9 @@ from minisgl.message import (
     UserMsg,
     UserReply,
 )
+from minisgl.tokenizer import encoding
 from minisgl.tokenizer.chat_template import ChatTemplate
+from minisgl.tokenizer.encoding import serve_encoder
 from minisgl.tokenizer.worker import TokenizerWorker, WorkerAddresses
 from minisgl.utils import ZmqPullQueue, ZmqPushQueue, ipc_address
 from tests.tokenizer.fakes import byte_level, ours
@@ -82,13 +85,32 @@ class Ends:
         return True
 
 
-@pytest.fixture
-def unready():
+@contextlib.contextmanager
+def encoders(num_encoders, suffix, tokenizer):
+    """Other processes' loops, as threads; yields their addresses."""
+    stop = threading.Event()
+    addrs = [ipc_address(suffix, f"encoder-{number}") for number in range(num_encoders)]
+    inbox = ipc_address(suffix, "detokenizer")
+    threads = [threading.Thread(target=serve_encoder, args=(tokenizer, addr, inbox, stop, lambda _: None)) for addr in addrs]
+    for thread in threads:
+        thread.start()
+    yield addrs
+    stop.set()
+    for addr, thread in zip(addrs, threads, strict=True):
+        with ZmqPushQueue(addr, create=False, encoder=BaseTokenizerMsg.encoder) as queue:
+            queue.put(BatchTokenizerMsg([]))
+            thread.join(WAIT)
+        assert not thread.is_alive()
+
+
+@contextlib.contextmanager
+def running_worker(num_encoders):
     suffix = f"test-{secrets.token_hex(4)}"
-    addresses = WorkerAddresses(*(ipc_address(suffix, name) for name in ("detokenizer", "backend", "frontend")))
     tokenizer, ready, stop = GatedTokenizer(), threading.Event(), threading.Event()
-    worker = TokenizerWorker(tokenizer, addresses, on_ready=lambda _: ready.set())
     with contextlib.ExitStack() as stack:
+        addrs = stack.enter_context(encoders(num_encoders, suffix, tokenizer))
+        addresses = WorkerAddresses(*(ipc_address(suffix, name) for name in ("detokenizer", "backend", "frontend")), tuple(addrs))
+        worker = TokenizerWorker(tokenizer, addresses, on_ready=lambda _: ready.set())
         backend = stack.enter_context(ZmqPullQueue(addresses.backend, create=True, decoder=BaseBackendMsg.decoder))
         frontend = stack.enter_context(ZmqPullQueue(addresses.frontend, create=True, decoder=BaseFrontendMsg.decoder))
         inbox = stack.enter_context(ZmqPushQueue(addresses.inbox, create=False, encoder=BaseTokenizerMsg.encoder))
@@ -102,11 +124,29 @@ def unready():
         assert not thread.is_alive()
 
 
+@pytest.fixture(params=[0, 1], ids=["thread", "process"])
+def unready(request):
+    """One that tokenizes one prompt after the other, itself or elsewhere."""
+    with running_worker(request.param) as ends:
+        yield ends
+
+
+def get_ready(ends):
+    ends.inbox.put(BackendReadyMsg(max_seq_len=CONTEXT, num_pool_tokens=POOL))
+    assert ends.ready.wait(WAIT)
+    return ends
+
+
 @pytest.fixture
 def ends(unready):
-    unready.inbox.put(BackendReadyMsg(max_seq_len=CONTEXT, num_pool_tokens=POOL))
-    assert unready.ready.wait(WAIT)
-    return unready
+    return get_ready(unready)
+
+
+@pytest.fixture
+def two():
+    """One for which two others tokenize."""
+    with running_worker(2) as ends:
+        yield get_ready(ends)
 
 
 def test_a_request_before_the_scheduler_is_ready_is_refused_with_503(unready):
@@ -228,6 +268,15 @@ def test_a_stop_string_completed_by_the_last_token_is_a_stop_and_aborts_nothing(
     assert ends.nothing_else_was_sent()
 
 
+def test_a_stop_string_that_the_rest_of_the_text_completes_is_a_stop(ends):
+    ends.accept(1, params=SamplingParams(stop=("\ufffd",)))
+    ends.tell(1, ord("a"))
+    ends.tell(1, "é".encode()[0], "length")
+    assert ends.reply().text == "a"
+    final = ends.reply()
+    assert (final.text, final.finish_reason) == ("", "stop")
+
+
 @pytest.mark.parametrize(("reason", "status"), [("error", 500), ("abort", 503)])
 def test_a_request_that_broke_off_ends_with_a_status(ends, reason, status):
     ends.accept(1)
@@ -279,3 +328,91 @@ def test_a_huge_prompt_stalls_nobody_elses_tokens(ends):
     assert (reply.uid, reply.text) == (1, "a")
     ends.tokenizer.gate.set()
     assert ends.reply().uid == 2
+
+
+def test_a_large_prompt_stalls_no_small_one_where_no_process_tokenizes(monkeypatch):
+    monkeypatch.setattr(encoding, "SMALL_PROMPT_BYTES", 20)
+    with running_worker(0) as worker:
+        ends = get_ready(worker)
+        ends.ask(1, "slow" + " " * 30)
+        assert ends.tokenizer.entered.wait(WAIT)
+        for uid in range(2, 5):
+            ends.accept(uid)
+        ends.tokenizer.gate.set()
+        assert ends.reply().uid == 1
+
+
+def test_a_prompt_too_long_for_any_context_waits_for_no_other(ends):
+    ends.ask(1, "slow")
+    assert ends.tokenizer.entered.wait(WAIT)
+    ends.ask(2, "x" * 10**6)
+    reply = ends.reply()
+    assert (reply.uid, reply.kind, reply.status, reply.param) == (2, "rejected", 413, "prompt")
+    ends.tokenizer.gate.set()
+    assert ends.reply().uid == 1
+
+
+# ---- several that tokenize ----------------------------------------------------------------------------------------------------
+
+
+def test_a_huge_prompt_stalls_no_other_prompt_where_two_tokenize(two):
+    two.ask(1, "slow")
+    assert two.tokenizer.entered.wait(WAIT)
+    for uid in range(2, 8):
+        two.accept(uid, "goes to the other one")
+    two.tokenizer.gate.set()
+    assert two.reply().uid == 1
+    assert two.backend.get(WAIT).uid == 1
+
+
+def test_an_abort_of_what_another_process_tokenizes_is_remembered(two):
+    two.ask(1, "slow", SamplingParams(n=2, seed=0))
+    assert two.tokenizer.entered.wait(WAIT)
+    for uid in (1, 2, 1):
+        two.inbox.put(AbortMsg(uid))
+    two.accept(5, "so the aborts have been read")
+    two.tokenizer.gate.set()
+    for uid in range(6, 12):  # both have come back and are given work again
+        two.accept(uid)
+    assert two.nothing_else_was_sent()
+
+
+def test_an_abort_of_what_waits_for_another_process_is_remembered_and_whoever_asked_hears_of_it(two):
+    two.ask(1, "slow")
+    assert two.tokenizer.entered.wait(WAIT)
+    two.ask(3, "slow too, and long")
+    two.ask(5, "waits behind the shorter of both")
+    two.inbox.put(AbortMsg(5, wants_ending=True))
+    reply = two.reply()
+    assert (reply.uid, reply.kind, reply.status, reply.code) == (5, "rejected", 409, "aborted")
+    two.tokenizer.gate.set()
+    assert {two.reply().uid, two.reply().uid} == {1, 3}
+    assert {two.backend.get(WAIT).uid, two.backend.get(WAIT).uid} == {1, 3}
+    assert two.nothing_else_was_sent()
+
+
+def test_each_prompt_is_known_before_its_first_token_and_ends_once_in_a_crowd(two):
+    uids = range(1, 201)
+    for uid in uids:
+        two.ask(uid, "crash" if uid % 7 == 0 else f"prompt {uid}")
+        if uid % 3 == 0:
+            two.inbox.put(AbortMsg(uid))
+    wanted = {uid for uid in uids if uid % 3}
+    accepted, rejected = set(), set()
+    while accepted | rejected < wanted:
+        message = two.frontend.get(WAIT)
+        for reply in message.data if isinstance(message, BatchFrontendMsg) else [message]:
+            (accepted if reply.kind == "accepted" else rejected).add(reply.uid)
+    assert rejected & wanted == {uid for uid in wanted if uid % 7 == 0}
+    open_uids, finals = set(), []
+    while not wanted - rejected <= open_uids:
+        message = two.backend.get(WAIT)
+        for each in message.data if isinstance(message, BatchBackendMsg) else [message]:
+            (open_uids.add if isinstance(each, UserMsg) else open_uids.discard)(each.uid)
+    for uid in sorted(open_uids):
+        two.tell(uid, ord("x"), "length")
+    while len(finals) < len(wanted - rejected):
+        message = two.frontend.get(WAIT)
+        finals += [r.uid for r in (message.data if isinstance(message, BatchFrontendMsg) else [message]) if r.kind == "final"]
+    assert sorted(finals) == sorted(wanted - rejected)
+    assert two.nothing_else_was_sent()
