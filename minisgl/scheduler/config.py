@@ -39,6 +39,8 @@ class SchedulerConfig(EngineConfig):
     """Stop when the check of the page ledger while idle finds an error (for tests); otherwise it is logged and counted."""
     offline_mode: bool = False
     """Requests come from and replies go to methods of the scheduler's subclass, not sockets. One rank only."""
+    record: str | None = None
+    """New file into which rank 0 writes what it hears and does, prompts included, for `minisgl replay`; None: nothing is written."""
     backend_create_detokenizer_link: bool = True
     """True: rank 0 binds the address towards the detokenizer. False: it connects, and the detokenizer binds."""
     _unique_suffix: str = field(default_factory=_fresh_suffix)
@@ -55,6 +57,8 @@ class SchedulerConfig(EngineConfig):
         check_flag("raise_integrity_errors", self.raise_integrity_errors, "raise_integrity_errors")
         check_flag("offline_mode", self.offline_mode, "offline_mode")
         check_flag("backend_create_detokenizer_link", self.backend_create_detokenizer_link, "backend_create_detokenizer_link")
+        if self.record is not None:
+            check_text("record", self.record, "--record")
         check_text("_unique_suffix", self._unique_suffix, "_unique_suffix")
         ipc_address(self._unique_suffix, max(("backend", "detokenizer", "broadcast", "frontend", "rendezvous"), key=len))
         if self.offline_mode and self.tp_info.size > 1:

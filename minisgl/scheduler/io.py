@@ -7,7 +7,8 @@ scheduler inherits `SchedulerIOMixin` and supplies `run_when_idle`; offline, the
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import ExitStack
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from minisgl.errors import ConfigError
 from minisgl.message import BaseBackendMsg, BaseTokenizerMsg, BatchBackendMsg, BatchTokenizerMsg
+from minisgl.scheduler.agreement import NO_DIGESTS
 from minisgl.scheduler.config import SchedulerConfig
 from minisgl.utils import ZmqPubQueue, ZmqPullQueue, ZmqPushQueue, ZmqSubQueue, decode_or_drop
 
@@ -22,6 +24,8 @@ __all__ = ["SchedulerIOMixin"]
 
 START_TIMEOUT_S = 600.0
 """How long ranks wait for each other; loading a large model may come before that."""
+LOOK_UP_S = 1.0
+"""How long a rank other than 0 waits for a message before it looks whether rank 0 waits too."""
 
 
 class SchedulerIOMixin:
@@ -67,6 +71,19 @@ class SchedulerIOMixin:
         """Called when there is nothing to do, before waiting for a message. The scheduler supplies it."""
         raise NotImplementedError("a scheduler supplies run_when_idle()")
 
+    def step_digests(self) -> Sequence[int]:
+        """Number of the last handled step and a digest per field of it. The scheduler supplies them; whatever only does IO has none."""
+        return NO_DIGESTS
+
+    def check_agreement(self, theirs: Sequence[int]) -> None:
+        """Called on ranks other than 0, each time messages are received, with rank 0's `step_digests`. The scheduler compares."""
+
+    def look_up(self) -> None:
+        """Called about once a second on ranks other than 0 while they wait for a message. May raise: rank 0 does not wait."""
+
+    def note_frames(self, frames: Iterable[bytes]) -> None:
+        """Called with what has been heard, as it came, before it is decoded. The scheduler records it if so configured."""
+
     def offline_receive_msg(self, blocking: bool = False) -> list[BaseBackendMsg]:
         """The next messages in offline mode. The offline subclass supplies it."""
         raise NotImplementedError("with offline_mode=True the subclass supplies offline_receive_msg(blocking)")
@@ -97,7 +114,9 @@ class _Online(_Transport):
 
     def receive(self, blocking: bool) -> list[BaseBackendMsg]:
         while True:
-            messages = _decode(self._receive_frames(blocking))
+            frames = self._receive_frames(blocking)
+            self._owner.note_frames(frames)
+            messages = _decode(frames)
             if messages or not blocking:
                 return messages
 
@@ -164,7 +183,7 @@ class _FirstOfSeveral(_SingleRank):
         first = self._wait() if blocking else []
         self._hand_on(first)  # at once: the others wait for it outside of any collective
         rest = self._drain()
-        _announce(self._group, len(rest))
+        _announce(self._group, len(rest), self._owner.step_digests())
         self._hand_on(rest)
         return first + rest
 
@@ -192,8 +211,16 @@ class _Follower(_Online):
     def _receive_frames(self, blocking: bool) -> list[bytes]:
         first = self._wait() if blocking else []
         # A count, never emptiness: a subscription cannot say "everything so far".
-        num_more = _announce(self._group, 0)
+        num_more, *digests = _announce(self._group, 0, NO_DIGESTS)
+        self._owner.check_agreement(digests)
         return first + [self._inbox.get_raw() for _ in range(num_more)]
+
+    def _wait(self) -> list[bytes]:
+        self._owner.run_when_idle()
+        while True:
+            with suppress(TimeoutError):
+                return [self._inbox.get_raw(LOOK_UP_S)]
+            self._owner.look_up()
 
 
 class _Offline(_Transport):
@@ -203,7 +230,9 @@ class _Offline(_Transport):
         self._owner = owner
 
     def receive(self, blocking: bool) -> list[BaseBackendMsg]:
-        return _unpack(self._owner.offline_receive_msg(blocking))
+        messages = self._owner.offline_receive_msg(blocking)
+        self._owner.note_frames(BaseBackendMsg.encoder(message) for message in messages)
+        return _unpack(messages)
 
     def send(self, reply: BaseTokenizerMsg) -> None:
         self._owner.offline_send_result(reply)
@@ -231,11 +260,12 @@ def _make_transport(
     return _Follower(config, owner, opened, group)
 
 
-def _announce(group: dist.ProcessGroup, num_frames: int) -> int:
-    """Rank 0's `num_frames`, on every rank. One int64 tensor travels, [count]; what ranks compare joins it behind the count."""
-    announcement = torch.tensor([num_frames], dtype=torch.int64)
+def _announce(group: dist.ProcessGroup, num_frames: int, digests: Sequence[int]) -> list[int]:
+    """Rank 0's `num_frames` and `digests`, on every rank. One int64 tensor travels: count, step, a digest per field."""
+    announcement = torch.tensor([num_frames, *digests], dtype=torch.int64)
     dist.broadcast(announcement, group=group, group_src=0)
-    return int(announcement[0])
+    values: list[int] = announcement.tolist()
+    return values
 
 
 def _decode(frames: list[bytes]) -> list[BaseBackendMsg]:

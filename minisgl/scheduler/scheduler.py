@@ -7,6 +7,8 @@ random number or the environment after the start. Knows the engine only through 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -27,12 +29,14 @@ from minisgl.message import (
     UserMsg,
 )
 from minisgl.scheduler import states
+from minisgl.scheduler.agreement import NO_DIGESTS, StepLog, TracedAllocator
 from minisgl.scheduler.cache import CacheManager, PageCounts
 from minisgl.scheduler.config import SchedulerConfig
 from minisgl.scheduler.decode import DecodeManager
 from minisgl.scheduler.io import SchedulerIOMixin
 from minisgl.scheduler.plan import Launched, Rows, build_batch, note_launch, prefill_rows
 from minisgl.scheduler.prefill import PrefillManager
+from minisgl.scheduler.recording import Recorder, Schedule, StepObserver
 from minisgl.scheduler.table import RequestTable
 
 __all__ = ["Scheduler"]
@@ -50,8 +54,12 @@ DEFAULT_EXTEND_BESIDE_DECODE = {"cpu": 128, "cuda": 2048}
 class Scheduler(SchedulerIOMixin):
     """One rank's scheduler. `run_forever` serves until an ExitMsg; `run_step` is one turn, for whoever drives it by hand."""
 
-    def __init__(self, config: SchedulerConfig, engine: BaseEngine | None = None) -> None:
-        """Make the engine that `config` describes, unless one is given, and connect the transport."""
+    def __init__(self, config: SchedulerConfig, engine: BaseEngine | None = None, *, observer: StepObserver | None = None) -> None:
+        """Make the engine that `config` describes, unless one is given, and connect the transport.
+
+        `observer` is told what is heard and done; without one, rank 0 records if `config.record` names a file. Raises ConfigError if that
+        exists or cannot be made.
+        """
         if engine is None:
             from minisgl.engine.engine import make_engine
 
@@ -60,7 +68,14 @@ class Scheduler(SchedulerIOMixin):
         limits = engine.limits
         self._table = RequestTable(limits.max_running_req, limits.max_seq_len, limits.page_size)
         prefix_cache = make_prefix_cache(config.cache_type, limits.page_size)
-        self._cache = CacheManager(PageAllocator(limits.num_pages), prefix_cache, self._table)
+        self._log: StepLog | None = None
+        """None where nobody compares: digests cost some microseconds a step"""
+        is_recorded = config.record is not None and config.tp_info.is_primary()
+        allocator = PageAllocator(limits.num_pages)
+        if config.tp_info.size > 1 or is_recorded or observer is not None:
+            allocator = traced = TracedAllocator(limits.num_pages)
+            self._log = StepLog(traced, config.tp_info.rank)
+        self._cache = CacheManager(allocator, prefix_cache, self._table)
         self._prefill = PrefillManager(self._table, self._cache, config.reserve_tokens)
         self._decode = DecodeManager(self._table)
         self._max_extend_tokens = config.max_extend_tokens or DEFAULT_EXTEND_TOKENS[limits.device_type]
@@ -85,7 +100,14 @@ class Scheduler(SchedulerIOMixin):
         self._raises_integrity_errors = config.raise_integrity_errors
         self._was_prefill = False
         self._is_exiting = False
+        self._observer = self._make_recorder(config) if is_recorded and observer is None else observer
         super().__init__(config, engine.cpu_group)
+
+    def _make_recorder(self, config: SchedulerConfig) -> Recorder:
+        assert config.record is not None
+        budgets = (self._max_extend_tokens, self._max_extend_beside_decode)
+        schedule = Schedule(config.cache_type, config.reserve_tokens, *budgets, self._is_overlapped)
+        return Recorder(config.record, config.tp_info.size, schedule, self.engine.limits)
 
     @property
     def num_unfinished(self) -> int:
@@ -114,6 +136,8 @@ class Scheduler(SchedulerIOMixin):
 
     def run_step(self) -> bool:
         """One turn: hear, plan, launch, commit. False once an ExitMsg has been obeyed."""
+        if self._observer is not None:
+            self._observer.begin_turn()
         for message in self.receive_msg(blocking=self.is_idle and not self._is_exiting):
             self._handle(message)
         if self._is_exiting:
@@ -127,9 +151,34 @@ class Scheduler(SchedulerIOMixin):
         return True
 
     def close(self) -> None:
-        """Close the sockets and leave the ranks' groups. A second call does nothing."""
+        """Close the sockets, leave the ranks' groups and end the recording. A second call does nothing."""
         super().close()
         self.engine.close()
+        self.end_recording()
+
+    def end_recording(self) -> None:
+        """Nothing more is recorded; the file says that it ends here. May be called by another thread; a second call does nothing."""
+        if self._observer is not None:
+            self._observer.close()
+
+    def write_last_steps(self, path: Path) -> None:
+        """Write the last handled steps in plain, where ranks are compared. May be called by another thread."""
+        if self._log is not None:
+            self._log.write(path)
+
+    def step_digests(self) -> Sequence[int]:
+        """As the base class: of the last handled step, if there are several ranks."""
+        return NO_DIGESTS if self._log is None else self._log.digests
+
+    def check_agreement(self, theirs: Sequence[int]) -> None:
+        """As the base class. Raises DivergedError if this rank has handled the step otherwise than rank 0."""
+        if self._log is not None:
+            self._log.check(theirs)
+
+    def note_frames(self, frames: Iterable[bytes]) -> None:
+        """As the base class."""
+        if self._observer is not None:
+            self._observer.note_frames(frames)
 
     def run_when_idle(self) -> None:
         """Check the whole ledger, unless nothing has changed since; a large one, whose walk takes a while, only now and then.
@@ -312,8 +361,15 @@ class Scheduler(SchedulerIOMixin):
         if self._ended:
             self._release_ended()
         self._cache.collect(self._last_read)
+        self._note_step(launched, tokens)
         if scores or replies:
             self.send_result(BatchTokenizerMsg(data=[*scores, *replies]))
+
+    def _note_step(self, launched: Launched, tokens: Int32Array) -> None:
+        if self._log is not None:
+            handled = self._log.note(launched.batch, tokens)
+            if self._observer is not None:
+                self._observer.note_step(handled)
 
     def _note_cached_tokens(self, replies: list[DetokenizeMsg]) -> None:
         """Tell with a request's first token how much of its prompt was cached: a stop string may end it elsewhere, unheard here."""

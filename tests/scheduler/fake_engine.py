@@ -214,7 +214,8 @@ class FakeEngine:
         setups = [setup for setup in (self._setups[slot] for slot in slots.tolist()) if setup is not None]
         assert len(setups) == len(slots), "a slot samples that was never set up"
         last = self._marks[step.places[step.ends[rows] - 1]]
-        step.tokens = sample(last, np.array([setup.seed for setup in setups], dtype=np.int64), self.limits.vocab_size)
+        seeds = np.array([setup.seed % self.limits.vocab_size for setup in setups], dtype=np.int64)  # a seed may have all of 64 bits
+        step.tokens = sample(last, seeds, self.limits.vocab_size)
         self._last_tokens[slots] = step.tokens
         wanted = [setup.params.logprobs is not None for setup in setups]
         sampled = [score(token, mark) if want else None for token, mark, want in zip(step.tokens, last, wanted, strict=True)]
