@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gc
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from minisgl import __version__
 from minisgl.errors import RequestError
-from minisgl.message import DecodeMsg, FlushCacheMsg, UserReply
-from minisgl.server.answers import AbortAnswer, Model, ModelList, Status, TextAnswer, TokensAnswer, Version
+from minisgl.message import DecodeMsg, FlushCacheMsg
+from minisgl.server.answers import AbortAnswer, Model, ModelList, Status, TextAnswer, Version
 from minisgl.server.chat_completions import ChatFormat
 from minisgl.server.completions import CompletionFormat
 from minisgl.server.defaults import SamplingDefaults
-from minisgl.server.frontend import ClientGoneError, Frontend, Job
+from minisgl.server.frontend import ClientGoneError, Frontend, Job, Piece
 from minisgl.server.generate import GenerateFormat
 from minisgl.server.generation import GenerationResponse
 from minisgl.server.health import Health
@@ -41,6 +44,8 @@ __all__ = ["MAX_BODY_BYTES", "create_app"]
 
 T = TypeVar("T")
 MAX_BODY_BYTES = 32 * 1024 * 1024
+LONG_BODY_BYTES = 1024 * 1024
+"""Decoding one that is longer keeps others waiting."""
 Endpoint = Callable[[Request], Awaitable[Response]]
 Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
@@ -115,13 +120,15 @@ class _Api:
 
     async def tokenize(self, request: Request) -> Response:
         body = await self._decode(request, TokenizeRequest)
-        reply = await self._ask(request, body.job())
-        return _json(TokensAnswer(reply.token_ids, len(reply.token_ids)))
+        ids = (await self._ask(request, body.job())).texts
+        blocks = ['{"tokens":', *ids, f',"count":{1 + sum(part.count(",") for part in ids)}}}']  # a TokensAnswer, already in JSON
+        headers = {"Content-Length": str(sum(map(len, blocks)))}
+        return StreamingResponse(_encoded(blocks), headers=headers, media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
         body = await self._decode(request, DetokenizeRequest)
-        reply = await self._ask(request, DecodeMsg(0, body.tokens, bool(body.skip_special_tokens)))
-        return _json(TextAnswer(reply.text))
+        answer = await self._ask(request, DecodeMsg(0, body.tokens, bool(body.skip_special_tokens)))
+        return _json(TextAnswer(answer.text))
 
     async def flush_cache(self, request: Request) -> Response:
         await read_body(request)
@@ -147,7 +154,9 @@ class _Api:
 
     async def _decode(self, request: Request, kind: type[T]) -> T:
         """The body, whose `model` is the served one."""
-        body = decode_body(await read_body(request), kind)
+        text = await read_body(request)
+        # A thread holds Python's lock too, but lets go of it between two steps.
+        body = decode_body(text, kind) if len(text) <= LONG_BODY_BYTES else await run_in_threadpool(_decode_long, text, kind)
         self._check_model(getattr(body, "model", None))
         return body
 
@@ -156,20 +165,36 @@ class _Api:
             text = f"model: {name!r} is not served here; {self._model.id!r} is"
             raise RequestError(text, status=404, code="model_not_found", param="model")
 
-    async def _ask(self, request: Request, job: Job) -> UserReply:
-        """The workers' one answer to something that generates nothing."""
+    async def _ask(self, request: Request, job: Job) -> Piece:
+        """The workers' whole answer to something that generates nothing."""
+        answer = Piece(0)
         async with self._frontend.open(request.receive, [job]) as group:
-            final = (await group.next_piece()).final
-        assert final is not None
-        return final
+            while answer.final is None:
+                answer.add(await group.next_piece())
+        return answer
+
+
+def _decode_long(text: bytes, kind: type[T]) -> T:
+    """Without the garbage collector, which would look at each of a million new values several times while everybody waits."""
+    gc.disable()
+    try:
+        return decode_body(text, kind)
+    finally:
+        gc.enable()
 
 
 def _json(value: object) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
+async def _encoded(parts: Iterable[str]) -> AsyncIterator[bytes]:
+    for part in parts:
+        yield part.encode()
+
+
 async def read_body(request: Request) -> bytes:
-    """The whole body. Raises RequestError as soon as it is too long, ClientGoneError if the client leaves before its end."""
+    """The whole body. Raises RequestError as soon as it is too long or if the server ends meanwhile, ClientGoneError if the client
+    leaves before its end."""
     blocks: list[bytes] = []
     num_bytes = 0
     try:
@@ -181,4 +206,6 @@ async def read_body(request: Request) -> bytes:
             blocks.append(block)
     except ClientDisconnect:
         raise ClientGoneError from None
+    except asyncio.CancelledError:  # by the HTTP server, which has waited long enough
+        raise RequestError("the server has been stopped", status=503, code="server_stopped") from None
     return b"".join(blocks)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Literal
@@ -20,17 +19,19 @@ from typing import Literal
 import msgspec
 
 from minisgl.errors import MinisglError
+from minisgl.server.logs import configure_logging
 from minisgl.server.options import ChildSetup
 from minisgl.server.run_files import remove_run_files
 from minisgl.utils.heartbeat import Heart
 
-__all__ = ["Child", "Order", "Report", "ReportKind", "run_child"]
+__all__ = ["PRIMARY", "Child", "Divergence", "Order", "Report", "ReportKind", "run_child"]
 
 logger = logging.getLogger(__name__)
 
 STDIN = 0
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-ReportKind = Literal["stage", "ready", "open", "drained", "failed"]
+PRIMARY = "scheduler"
+"""Name of the child that is rank 0."""
+ReportKind = Literal["stage", "ready", "open", "drained", "failed", "diverged", "steps"]
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -38,14 +39,24 @@ class Report(msgspec.Struct, frozen=True):
 
     kind: ReportKind
     text: str = ""
-    """stage, ready: what has been done and is worth saying; open: that order is carried out; drained: no request is left; failed: why"""
+    """stage, ready: what has been done and is worth saying; open, steps: that order is carried out; drained: no request is left; failed:
+    why; diverged: a Divergence in JSON"""
+
+
+class Divergence(msgspec.Struct, frozen=True):
+    """A rank's step differs from rank 0's; see scheduler.agreement.DivergedError."""
+
+    step: int
+    field: str
+    rank: int
 
 
 class Order(msgspec.Struct, frozen=True):
     """What the launcher tells a child."""
 
-    kind: Literal["open", "drain", "close"]
-    """open: all processes are ready; drain: take no new request and tell when none is left; close: end what is pending with an error, go"""
+    kind: Literal["open", "drain", "close", "steps"]
+    """open: all processes are ready; drain: take no new request and tell when none is left; close: end what is pending with an error, go;
+    steps: write the last steps into the run directory"""
     text: str = ""
     """drain, close: why, fit for a user's eyes"""
 
@@ -53,8 +64,13 @@ class Order(msgspec.Struct, frozen=True):
 class Child:
     """This process, a child of the launcher."""
 
-    def __init__(self, setup: ChildSetup) -> None:
+    def __init__(
+        self, setup: ChildSetup, on_order: Callable[[Order], None] = lambda _: None, on_parent_gone: Callable[[], None] = lambda: None
+    ) -> None:
+        """The two functions are called in the thread that watches standard input; they may be replaced."""
         self.setup = setup
+        self.on_order = on_order
+        self.on_parent_gone = on_parent_gone
         self.config = setup.config
         self.heart = Heart(setup.heartbeat_fd, setup.place)
 
@@ -79,14 +95,14 @@ def run_child(
 
     `on_order` and `on_parent_gone` are called in the thread that watches standard input; after the latter the process ends.
     """
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, stream=sys.stderr)
+    configure_logging()
     lines = _lines(STDIN)
     setup = next(lines, None)
     if setup is None:  # the launcher has gone already
         return 1
-    child = Child(msgspec.json.decode(setup, type=ChildSetup))
+    child = Child(msgspec.json.decode(setup, type=ChildSetup), on_order, on_parent_gone)
     child.heart.start()
-    threading.Thread(target=_watch, args=(child, lines, on_order, on_parent_gone), name="watch-parent", daemon=True).start()
+    threading.Thread(target=_watch, args=(child, lines), name="watch-parent", daemon=True).start()
     try:
         main(child)
     except MinisglError as error:
@@ -99,11 +115,11 @@ def run_child(
     return 0
 
 
-def _watch(child: Child, lines: Iterator[bytes], on_order: Callable[[Order], None], on_parent_gone: Callable[[], None]) -> None:
+def _watch(child: Child, lines: Iterator[bytes]) -> None:
     for line in lines:
-        on_order(msgspec.json.decode(line, type=Order))
+        child.on_order(msgspec.json.decode(line, type=Order))
     try:
-        on_parent_gone()
+        child.on_parent_gone()
     finally:
         child.exit_now()
 

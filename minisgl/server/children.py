@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import msgspec
 
 from minisgl.errors import WorkerError
+from minisgl.scheduler.agreement import explain_divergence
 from minisgl.scheduler.config import SchedulerConfig
-from minisgl.server.child import Order
+from minisgl.server.child import PRIMARY, Divergence, Order, Report
 from minisgl.server.options import ChildSetup, settings_of
 from minisgl.server.signals import Signals, blocked_signals
 from minisgl.server.workers import Worker, describe_exit
@@ -25,6 +26,8 @@ LAST_WORDS_S = 4.0
 """How long the API may take to end pending requests; slightly more than it gives its clients."""
 LEAVE_S = 2.0
 """How long the others may take to go by themselves."""
+STEPS_S = 2.0
+"""How long rank 0 may take to write its last steps, when another rank differs; it may sit in a collective."""
 HURRIED_S = 0.5
 """Instead of both, once a second signal has come."""
 
@@ -37,6 +40,8 @@ class Program:
     module: str
     rank: int = 0
     """of a scheduler"""
+    number: int = 0
+    """of a process that only tokenizes, from 1"""
     listens: bool = False
     """It gets the listening socket: the API."""
     reports_ready: bool = True
@@ -55,12 +60,18 @@ class Children:
         self._awaited: list[Worker] = []
         self._api: Worker | None = None
         self._is_hurried = False
+        self._suffix = ""
 
     def start(self, programs: Sequence[Program], setup: ChildSetup, config: SchedulerConfig) -> None:
         """Start all of them, in this order."""
+        self._suffix = config._unique_suffix
         for place, program in enumerate(programs):
             own = msgspec.structs.replace(
-                setup, place=place, settings=settings_of(config, program.rank), listen_fd=setup.listen_fd if program.listens else -1
+                setup,
+                place=place,
+                number=program.number,
+                settings=settings_of(config, program.rank),
+                listen_fd=setup.listen_fd if program.listens else -1,
             )
             with blocked_signals():
                 worker = Worker.start(program.name, program.module, own)
@@ -99,6 +110,7 @@ class Children:
         if self._api is not None and "ready" in self._api.reported:
             self._api.order(Order("close", why))
             self._wait_for([self._api], HURRIED_S if self._is_hurried else LAST_WORDS_S, signals)
+            self._is_hurried |= self._api.wait(0) is None  # stopped, say: what it took too long is taken off the others' time
         for worker in self._workers:
             worker.let_go()
         self._wait_for(self._workers, HURRIED_S if self._is_hurried else LEAVE_S, signals)
@@ -130,6 +142,11 @@ class Children:
         if signals in ready:
             return signals.take()
         heard = [(worker, worker.read_reports()) for worker in self._workers if worker in ready]
+        for worker, reports in heard:  # before all else: the other ranks may break off because of it
+            for report in reports or ():
+                if report.kind == "diverged":
+                    self.failed = f"the {worker.name} process"
+                    raise WorkerError(f"the ranks do not agree any more: {self._explain(report)}")
         for worker, reports in heard:  # first: what others say of a dead one is no more than a consequence
             if reports is None:
                 self.failed = f"the {worker.name} process"
@@ -142,6 +159,19 @@ class Children:
                 if report.kind in ("stage", "ready"):
                     self._on_stage(f"{worker.name}: {report.text or report.kind}")
         return None
+
+    def _explain(self, report: Report) -> str:
+        """What the rank that differs says, beside what rank 0 says if it can."""
+        found = msgspec.json.decode(report.text, type=Divergence)
+        primary = next(worker for worker in self._workers if worker.name == PRIMARY)
+        primary.order(Order("steps"))
+        deadline = time.monotonic() + STEPS_S
+        while "steps" not in primary.reported and time.monotonic() < deadline:
+            with selectors.DefaultSelector() as selector:
+                selector.register(primary, selectors.EVENT_READ)
+                if selector.select(deadline - time.monotonic()) and primary.read_reports() is None:
+                    break
+        return explain_divergence(self._suffix, found.step, found.field, found.rank)
 
     @staticmethod
     def _wait_for(workers: Sequence[Worker], timeout: float, signals: Signals) -> None:

@@ -86,6 +86,8 @@ class _Ticket:
     group: Group
     piece: Piece
     is_accepted: bool = False
+    is_aborting: bool = False
+    """An ending has been asked for by `Frontend.abort`."""
     is_over: bool = False
     """The workers hold nothing of it any more: it was rejected, has ended, or they are gone."""
 
@@ -99,6 +101,10 @@ class Group:
         """tickets with something to show, in the order in which it came"""
         self._error: Exception | None = None
         self._changed = asyncio.Event()
+        self.write_now: Callable[[Piece], bool] | None = None
+        """Shows a piece at once and tells whether it could; for what comes while the handler waits. Endings go to the handler."""
+        self._is_awaited = False
+        """the handler waits in `next_piece`, so that everything before has been shown"""
 
     async def accepted(self) -> None:
         """Wait for all verdicts. Raises RequestError if one is a rejection, ClientGoneError if nobody waits."""
@@ -107,8 +113,12 @@ class Group:
 
     async def next_piece(self) -> Piece:
         """Wait for something to show. Raises RequestError, after what came before it, if one of the tickets broke off."""
-        while not self._ready:
-            await self._next_change()
+        self._is_awaited = True
+        try:
+            while not self._ready:
+                await self._next_change()
+        finally:
+            self._is_awaited = False
         if isinstance(self._error, ClientGoneError):
             raise self._error
         index = next(iter(self._ready))
@@ -130,7 +140,12 @@ class Group:
         if ticket.is_over and reply.status:
             self.fail(RequestError(reply.message, status=reply.status, code=reply.code, param=reply.param))
             reply.kind = "delta"  # what it still brings comes before the error, and is no ending
-        if ticket.piece.take(reply):
+        has_more = ticket.piece.take(reply)
+        may_write = self._is_awaited and not self._ready and self._error is None and ticket.piece.final is None
+        if has_more and may_write and self.write_now is not None and self.write_now(ticket.piece):
+            ticket.piece = Piece(ticket.piece.index)
+            return
+        if has_more:
             self._ready[ticket.piece.index] = None
         self._changed.set()
 
@@ -225,7 +240,9 @@ class Frontend:
     def abort(self, name: str) -> int:
         """End the request of that name, whose reader gets an ending; the number of outputs that this ends, 0 for a name that is unknown."""
         group = self._groups.get(name)
-        running = [ticket for ticket in group.tickets if not ticket.is_over] if group is not None else []
+        running = [ticket for ticket in group.tickets if not ticket.is_over and not ticket.is_aborting] if group is not None else []
+        for ticket in running:
+            ticket.is_aborting = True
         self._put([AbortMsg(ticket.uid, wants_ending=True) for ticket in running])
         return len(running)
 
@@ -256,6 +273,7 @@ class Frontend:
                 if isinstance(reply, UserReply) and reply.uid in self._tickets:
                     ticket = self._tickets[reply.uid]
                     ticket.group.take(ticket, reply)
+            await asyncio.sleep(0)  # many replies may wait: others get their turn in between
 
 
 async def _watch_client(receive: Receive, group: Group) -> None:

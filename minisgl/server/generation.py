@@ -59,7 +59,7 @@ class GenerationResponse(Response):
         async with self._frontend.open(receive, self._jobs, self._form.id) as group:
             await group.accepted()
             if self._is_stream:
-                await self._stream(group, send)
+                await self._stream(group, scope, send)
                 return
             whole = await self._whole(group)
         await whole(scope, receive, send)
@@ -72,12 +72,12 @@ class GenerationResponse(Response):
         body = self._form.whole(outputs, self._usage(outputs))
         return Response(msgspec.json.encode(body), media_type="application/json")
 
-    async def _stream(self, group: Group, send: Send) -> None:
+    async def _stream(self, group: Group, scope: Scope, send: Send) -> None:
         headers = Response(headers=STREAM_HEADERS, media_type="text/event-stream").raw_headers
         headers = [(name, value) for name, value in headers if name != b"content-length"]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
-            async for events in self._events(group):
+            async for events in self._events(group, scope):
                 await send({"type": "http.response.body", "body": events, "more_body": True})
         except RequestError as error:
             await send({"type": "http.response.body", "body": _event(error_body(error)), "more_body": True})
@@ -85,9 +85,12 @@ class GenerationResponse(Response):
             return
         await send({"type": "http.response.body", "body": b""})
 
-    async def _events(self, group: Group) -> AsyncIterator[bytes]:
-        """All events; those that come at the same time are joined."""
+    async def _events(self, group: Group, scope: Scope) -> AsyncIterator[bytes]:
+        """All events but those that the connection takes at once; those that come at the same time are joined."""
         yield _joined(self._form.opening(len(group.tickets)))
+        connection = scope.get("state", {}).get("connection")
+        if connection is not None and scope["http_version"] == "1.1":  # others get no chunks
+            group.write_now = lambda piece: connection.write_chunk(_joined(self._form.events(piece)))
         endings: dict[int, Piece] = {}
         while len(endings) < len(group.tickets):
             piece = await group.next_piece()

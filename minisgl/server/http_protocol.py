@@ -1,12 +1,16 @@
-"""One HTTP connection: uvicorn's h11 protocol, but for two things that clients do.
+"""One HTTP connection: uvicorn's h11 protocol, with a short way for events, and two things that clients do taken care of.
 
-Bytes that arrive while a complete request is being answered are not parsed: uvicorn stops reading when a second request arrives early,
-and would not see that the client has left. And what is no HTTP is refused in the one shape of errors.
+An event of a stream is one token for one of hundreds of clients, so what happens once per event decides the server's throughput: it
+goes straight to the socket, without a task's wake-up and without h11. Bytes that arrive while a complete request is being answered are
+not parsed: uvicorn stops reading when a second request arrives early, and would not see that the client has left. And what is no HTTP is
+refused in the one shape of errors.
 
 Knows no route. Called by the API process, for uvicorn.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import h11
 import msgspec
@@ -19,7 +23,20 @@ __all__ = ["HttpProtocol"]
 
 
 class HttpProtocol(H11Protocol):
-    """For uvicorn's `http` setting."""
+    """For uvicorn's `http` setting. A request finds it in its scope, as state["connection"]."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.app_state = {**self.app_state, "connection": self}
+
+    def write_chunk(self, data: bytes) -> bool:
+        """Send `data`, not empty, as the next part of a chunked answer whose head has been sent; False, with nothing done, while the
+        client does not keep up or if it is gone."""
+        cycle = self.cycle
+        if self.flow.write_paused or cycle.disconnected or not cycle.response_started or cycle.response_complete:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
     def data_received(self, data: bytes) -> None:
         """Early bytes of a next request are dropped, and the connection is closed after the answer, so that the client repeats it. An

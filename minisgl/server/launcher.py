@@ -24,6 +24,8 @@ import msgspec
 from minisgl.errors import ConfigError
 from minisgl.models.resolve import resolve_model
 from minisgl.scheduler.config import SchedulerConfig
+from minisgl.scheduler.recording import refuse_recording
+from minisgl.server.child import PRIMARY
 from minisgl.server.children import Children, Program
 from minisgl.server.options import ChildSetup, ServerOptions, settings_of
 from minisgl.server.run_files import claim_run_files, remove_run_files
@@ -35,6 +37,7 @@ __all__ = ["CHILD_MODULES", "serve"]
 CHILD_MODULES: Mapping[str, str] = {
     "api": "minisgl.server.api_process",
     "tokenizer": "minisgl.server.tokenizer_process",
+    "encoder": "minisgl.server.encoder_process",
     "scheduler": "minisgl.server.scheduler_process",
 }
 """Kind of a child -> the module that it runs."""
@@ -48,9 +51,11 @@ Say = Callable[[str], None]
 def serve(options: ServerOptions, *, say: Say, child_modules: Mapping[str, str] = CHILD_MODULES) -> int:
     """Run a server until SIGINT or SIGTERM; returns 128 + the signal's number. `say` prints a line for whoever started it.
 
-    Must be called in the main thread. Raises ConfigError if the port cannot be had or the model is not found, WorkerError with the cause
-    if a child fails or dies: when this returns or raises, no process and no file of the server is left.
+    Must be called in the main thread. Raises ConfigError if the port or the recording cannot be had or the model is not found,
+    WorkerError with the cause if a child fails or dies: when this returns or raises, no process and no file of the server is left.
     """
+    if options.scheduler.record is not None:
+        refuse_recording(options.scheduler.record)
     model_dir = resolve_model(options.scheduler.model_path)
     config = dataclasses.replace(options.scheduler, model_path=str(model_dir))
     name = options.served_model_name or _model_name(options.scheduler.model_path)
@@ -61,8 +66,10 @@ def serve(options: ServerOptions, *, say: Say, child_modules: Mapping[str, str] 
         stages = _Stages(say)
         children = Children(stages.end)
         try:
-            setup = ChildSetup(name, settings_of(config), options.step_timeout, listen_fd=listener.fileno())
-            _start(children, _programs(config, child_modules), setup, config)
+            setup = ChildSetup(
+                name, settings_of(config), options.step_timeout, num_tokenizer=options.num_tokenizer, listen_fd=listener.fileno()
+            )
+            _start(children, _programs(config, options.num_tokenizer, child_modules), setup, config)
             url = _url(listener)
             listener.close()  # the API has its own copy; ours would keep the port
             number = _run(children, signals, options, lambda: say(f"ready: {url}/v1"))
@@ -76,13 +83,14 @@ def serve(options: ServerOptions, *, say: Say, child_modules: Mapping[str, str] 
     return 128 + number
 
 
-def _programs(config: SchedulerConfig, modules: Mapping[str, str]) -> list[Program]:
+def _programs(config: SchedulerConfig, num_tokenizer: int, modules: Mapping[str, str]) -> list[Program]:
     """What is to be started; rank 0 is ready for all ranks."""
     size = config.tp_info.size
     return [
         Program("api", modules["api"], listens=True),
-        Program("tokenizer", modules["tokenizer"]),
-        Program("scheduler", modules["scheduler"]),
+        Program("detokenizer" if num_tokenizer else "tokenizer", modules["tokenizer"]),
+        *(Program(f"tokenizer {number}", modules["encoder"], number=number) for number in range(1, num_tokenizer + 1)),
+        Program(PRIMARY, modules["scheduler"]),
         *(Program(f"scheduler rank {rank}", modules["scheduler"], rank, reports_ready=False) for rank in range(1, size)),
     ]
 

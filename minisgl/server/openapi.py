@@ -50,7 +50,9 @@ def openapi_document(version: str) -> dict[str, Any]:
 def _operation(path: str, body: type | None, replies: tuple[type, ...], summary: str) -> dict[str, Any]:
     content = {"application/json": _schema(replies[0])}
     if len(replies) > 1:
-        content["text/event-stream"] = _schema(replies[1])
+        event = {"type": "string", "contentMediaType": "application/json", "contentSchema": _schema(replies[1])["schema"]}
+        data = {"anyOf": [event, {"const": "[DONE]"}]}
+        content["text/event-stream"] = {"schema": {"type": "object", "properties": {"data": data}, "required": ["data"]}}
     responses = {"200": {"description": summary, "content": content}}
     responses |= {status: {"description": text, "content": {"application/json": _schema(ErrorBody)}} for status, text in ERRORS.items()}
     operation: dict[str, Any] = {"summary": summary, "responses": responses}

@@ -11,6 +11,7 @@ from minisgl.distributed.info import DistributedInfo
 from minisgl.engine.config import check_count, check_text
 from minisgl.errors import ConfigError
 from minisgl.scheduler.config import SchedulerConfig
+from minisgl.server.run_files import MAX_TOKENIZERS
 
 __all__ = ["ChildSetup", "ServerOptions", "settings_of"]
 
@@ -32,7 +33,7 @@ class ServerOptions:
     served_model_name: str | None = None
     """What clients call the model; None: its name on the hub, or the last part of its path."""
     num_tokenizer: int = 0
-    """Processes that only tokenize; 0, the only value so far: one process turns text into ids and ids into text."""
+    """Processes that only tokenize, 0 to MAX_TOKENIZERS, beside the one that turns ids into text; 0: that one does both."""
     drain_timeout: float = 5.0
     """Seconds that running requests get after SIGTERM; 0 ends them at once."""
     step_timeout: float = 0.0
@@ -40,10 +41,7 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         check_count("port", self.port, 0, "--port", high=65535)
-        if self.num_tokenizer != 0:
-            raise ConfigError(
-                f"--num-tokenizer: {self.num_tokenizer!r} found; only 0 is supported so far: one process turns text into ids and back"
-            )
+        check_count("num_tokenizer", self.num_tokenizer, 0, "--num-tokenizer", high=MAX_TOKENIZERS)
         _check_seconds("drain_timeout", self.drain_timeout, "--drain-timeout")
         _check_seconds("step_timeout", self.step_timeout, "--step-timeout")
         if self.served_model_name is not None:
@@ -72,6 +70,10 @@ class ChildSetup(msgspec.Struct, frozen=True):
     """names of all children, in the order of their places in that memory"""
     place: int = 0
     """this child's place among them"""
+    num_tokenizer: int = 0
+    """processes that only tokenize"""
+    number: int = 0
+    """of such a process, from 1"""
     report_fd: int = -1
     """file descriptor on which it reports"""
     listen_fd: int = -1

@@ -34,9 +34,12 @@ Defaults = Mapping[str, Any]
 PATH = re.compile(r"^(.*) - at (?:`key` in )?`\$\.?(.*)`$")
 """msgspec's way of saying where."""
 UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`")
+MISSING_FIELD = re.compile(r"Object missing required field `(.*)`")
 
 MAX_SEQUENCES = 1024
 """Prompts times choices of one request."""
+MAX_VALUES = 2**20
+"""JSON values of one body, about. A text counts as one; millions of lists would keep everybody waiting for seconds while they are made."""
 COMPLETION_TOKENS = 16
 """Most new tokens of a completion that does not say, as in OpenAI's API."""
 TEMPLATE_VARIABLES = frozenset(
@@ -334,13 +337,26 @@ def _prompt(prompt: str | list[int]) -> dict[str, Any]:
 
 
 def decode_body(body: bytes, kind: type[T]) -> T:
-    """`body` as a `kind`. Raises RequestError: not JSON, or a field that is unknown, missing or of the wrong type, by name."""
+    """`body` as a `kind`. Raises RequestError: too many values, not JSON, or a field that is unknown, missing or of the wrong type."""
+    if _num_marks(body) > MAX_VALUES and _num_marks(_without_texts(body)) > MAX_VALUES:
+        text = f"the body has more than {MAX_VALUES} numbers, lists, objects and fields, which is what is allowed; ask for less at a time"
+        raise RequestError(text, status=413, code="request_too_large")
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         raise _field_error(str(error)) from error
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from error
+
+
+def _num_marks(json: bytes) -> int:
+    return sum(map(json.count, (b",", b":", b"[", b"{")))
+
+
+def _without_texts(json: bytes) -> bytes:
+    """What stands outside of quotes. Each text has a mark before it, so that those which are not cut off are too many anyway."""
+    plain = json.replace(b"\\\\", b"").replace(b'\\"', b"")
+    return b"".join(plain.split(b'"', 2 * MAX_VALUES + 2)[::2])
 
 
 def _field_error(text: str) -> RequestError:
@@ -350,5 +366,8 @@ def _field_error(text: str) -> RequestError:
     unknown = UNKNOWN_FIELD.match(what)
     if unknown:
         path, what = f"{path}.{unknown[1]}".strip("."), "this field is unknown or not supported"
+    missing = MISSING_FIELD.match(what)
+    if missing:
+        path, what = f"{path}.{missing[1]}".strip("."), "this field is missing"
     param = re.split(r"[.\[]", path)[0] or None
     return RequestError(f"{path}: {what}" if path else f"the body: {what}", param=param)

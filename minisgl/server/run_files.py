@@ -6,9 +6,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from minisgl.scheduler.config import SchedulerConfig
-from minisgl.utils.run_dir import claim_socket_path, ipc_path
+from minisgl.utils.run_dir import claim_socket_path, ipc_address, ipc_path
 
-__all__ = ["claim_run_files", "remove_run_files"]
+__all__ = ["MAX_TOKENIZERS", "claim_run_files", "remove_run_files", "tokenizer_addr"]
+
+MAX_TOKENIZERS = 16
+"""Processes that only tokenize."""
+
+
+def tokenizer_addr(config: SchedulerConfig, number: int) -> str:
+    """Where the process that only tokenizes listens; the first has number 1."""
+    return ipc_address(config._unique_suffix, f"tokenizer-{number}")
 
 
 def claim_run_files(config: SchedulerConfig) -> None:
@@ -28,5 +36,5 @@ def remove_run_files(config: SchedulerConfig) -> None:
 
 
 def _socket_paths(config: SchedulerConfig) -> Iterator[Path]:
-    addresses = (config.zmq_backend_addr, config.zmq_detokenizer_addr, config.zmq_scheduler_broadcast_addr, config.zmq_frontend_addr)
-    return map(ipc_path, addresses)
+    addresses = [config.zmq_backend_addr, config.zmq_detokenizer_addr, config.zmq_scheduler_broadcast_addr, config.zmq_frontend_addr]
+    return map(ipc_path, addresses + [tokenizer_addr(config, number) for number in range(1, MAX_TOKENIZERS + 1)])

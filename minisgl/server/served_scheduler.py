@@ -5,19 +5,29 @@ Loads torch. Called by the scheduler process, and by tests with an engine of the
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
+import msgspec
 import numpy as np
 
 from minisgl.core import SamplingParams
 from minisgl.engine.base import BaseEngine
 from minisgl.errors import WorkerError
 from minisgl.message import BackendReadyMsg, BaseBackendMsg, BaseTokenizerMsg, BatchTokenizerMsg, DetokenizeMsg, UserMsg
+from minisgl.scheduler.agreement import DivergedError, steps_path
 from minisgl.scheduler.config import SchedulerConfig
 from minisgl.scheduler.scheduler import Scheduler
-from minisgl.server.child import Child
+from minisgl.server.child import PRIMARY, Child, Divergence, Order
 from minisgl.server.options import STEP_TIMEOUT_S
-from minisgl.utils.heartbeat import Heart
+from minisgl.utils.heartbeat import BEAT_S, Heart, PulseReader
 
 __all__ = ["ServedScheduler", "serve_scheduler"]
+
+NUM_LOOKS = 3
+"""So often in a row, a second apart, a waiting rank finds rank 0 at work, before it says so: rank 0 sends a message before it works."""
+LAST_WORDS_S = 5.0
+"""How long a rank that differs stays, while rank 0 is asked for its side: its end would break off what rank 0 is doing."""
 
 
 class ServedScheduler(Scheduler):
@@ -28,6 +38,9 @@ class ServedScheduler(Scheduler):
         self._trial: list[BaseBackendMsg] | None = None
         """while the model is tried out: what is still to be heard"""
         self._trial_replies: list[BaseTokenizerMsg] = []
+        self._rank = config.tp_info.rank
+        self._is_primary_busy: Callable[[], bool] | None = None
+        self._num_looks = 0
         super().__init__(config, engine)
 
     def try_out(self) -> None:
@@ -44,13 +57,27 @@ class ServedScheduler(Scheduler):
             found = last.error if isinstance(last, DetokenizeMsg) and last.error else repr(last)
             raise WorkerError(f"the first request of one token did not work: {found}")
 
+    def watch_primary(self, is_busy: Callable[[], bool]) -> None:
+        """`is_busy` tells whether rank 0 is in a step, and alive."""
+        self._is_primary_busy = is_busy
+
+    def look_up(self) -> None:
+        """As the base class. Raises DivergedError if rank 0 has work and this rank has found none, which neither's digests will tell."""
+        if self._is_primary_busy is not None:
+            self._num_looks = self._num_looks + 1 if self._is_primary_busy() else 0
+            if self._num_looks >= NUM_LOOKS:
+                raise DivergedError(self.step_digests()[0] + 1, "waiting", self._rank)
+
     def receive_msg(self, blocking: bool = False) -> list[BaseBackendMsg]:
         """As the base class. A step lasts from one call's end to the next call's; none does while the call waits for a message."""
         if self._trial is not None:
             heard, self._trial = self._trial, []
-            return heard
+            if heard:
+                self.note_frames([BaseBackendMsg.encoder(message) for message in heard])
+            return heard or super().receive_msg(False)  # digests of the trial are compared as any other
         if blocking:
             self._heart.end_step()
+            self._num_looks = 0
         messages = super().receive_msg(blocking)
         self._heart.begin_step()
         return messages
@@ -64,7 +91,41 @@ class ServedScheduler(Scheduler):
 
 
 def serve_scheduler(child: Child, scheduler: ServedScheduler) -> None:
-    """Try the engine out, report, serve until the process is ended from outside. Called on every rank; rank 0 reports for all."""
+    """Try the engine out, report, serve until the process is ended from outside. Called on every rank; rank 0 reports for all.
+
+    Raises DivergedError, which is reported already, if this rank differs from rank 0.
+    """
+    config = child.config
+    path = steps_path(config._unique_suffix, config.tp_info.rank)
+
+    def obey(order: Order) -> None:
+        if order.kind == "steps":
+            scheduler.write_last_steps(path)
+            child.report("steps")
+
+    child.on_order, child.on_parent_gone = obey, scheduler.end_recording
+    if not config.tp_info.is_primary():
+        scheduler.watch_primary(_primary_watch(child))
+    try:
+        _serve(child, scheduler)
+    except DivergedError as error:
+        scheduler.write_last_steps(path)
+        child.report("diverged", msgspec.json.encode(Divergence(error.step, error.field, error.rank)).decode())
+        threading.Event().wait(LAST_WORDS_S)
+        raise
+
+
+def _primary_watch(child: Child) -> Callable[[], bool]:
+    reader, place = PulseReader(child.setup.heartbeat_fd), child.setup.workers.index(PRIMARY)
+
+    def is_busy() -> bool:
+        pulse = reader.read()[place]
+        return pulse.step_s > 0 and pulse.silence_s < 2 * BEAT_S  # one that was stopped may go on any moment
+
+    return is_busy
+
+
+def _serve(child: Child, scheduler: ServedScheduler) -> None:
     limits = scheduler.engine.limits
     child.heart.set_step_timeout(child.setup.step_timeout or STEP_TIMEOUT_S[limits.device_type])
     scheduler.try_out()

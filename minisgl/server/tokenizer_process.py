@@ -1,4 +1,7 @@
-"""The tokenizer process (hops 3 and 11). Started by the launcher; ready once it knows the scheduler's limits."""
+"""The tokenizer process (hops 3 and 11), or, with --num-tokenizer, the detokenizer process, which leaves the tokenizing itself to others.
+
+Started by the launcher; ready once it knows the scheduler's limits.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import threading
 
 from minisgl.message import BackendReadyMsg
 from minisgl.server.child import Child, run_child
+from minisgl.server.run_files import tokenizer_addr
 from minisgl.tokenizer.loader import load_tokenizer
 from minisgl.tokenizer.worker import TokenizerWorker, WorkerAddresses
 
@@ -19,7 +23,8 @@ def main(child: Child) -> None:
     def report_ready(limits: BackendReadyMsg) -> None:
         child.report("ready", f"prompt and answer: at most {limits.max_seq_len} tokens")
 
-    addresses = WorkerAddresses(inbox=config.zmq_detokenizer_addr, backend=config.zmq_backend_addr, frontend=config.zmq_frontend_addr)
+    encoders = tuple(tokenizer_addr(config, number) for number in range(1, child.setup.num_tokenizer + 1))
+    addresses = WorkerAddresses(config.zmq_detokenizer_addr, config.zmq_backend_addr, config.zmq_frontend_addr, encoders)
     TokenizerWorker(load_tokenizer(config.model_path), addresses, on_ready=report_ready).run(threading.Event())
 
 

@@ -1,6 +1,6 @@
 """`minisgl serve` with another scheduler process: run_server.py MODEL_DIR SUFFIX SCHEDULER_MODULE OPTIONS. Started by tests.
 
-OPTIONS is a JSON object: `tp` is the number of ranks, the others are fields of ServerOptions.
+OPTIONS is a JSON object: `tp` is the number of ranks, `record` a file, the others are fields of ServerOptions.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def say(line: str) -> None:
 def main(model_dir: str, suffix: str, scheduler_module: str, options_json: str) -> int:
     logging.basicConfig(level=logging.INFO)
     settings = json.loads(options_json)
-    ranks = DistributedInfo(0, settings.pop("tp", 1))
-    config = SchedulerConfig(model_path=model_dir, tp_info=ranks, _unique_suffix=suffix, backend_create_detokenizer_link=False)
+    own = {"tp_info": DistributedInfo(0, settings.pop("tp", 1)), "record": settings.pop("record", None)}
+    config = SchedulerConfig(model_path=model_dir, _unique_suffix=suffix, backend_create_detokenizer_link=False, **own)
     options = ServerOptions(config, port=0, **settings)
     try:
         return serve(options, say=say, child_modules={**CHILD_MODULES, "scheduler": scheduler_module})

@@ -90,17 +90,20 @@ class ServerProcess:
             elif match := re.fullmatch(r" *_unique_suffix = (.*)", line):
                 self.suffix = match[1]
         self.find_children()
-        assert {"api", "tokenizer", "scheduler"} <= set(self.children)
+        assert {"api", "scheduler"} < set(self.children)
 
     def find_children(self) -> None:
-        """Names and pids of the launcher's children, from their command lines; further ranks are called "scheduler rank 1" and so on."""
-        pids = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        for pid in map(int, pids):
-            module = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[2].decode()
-            name = module.rpartition(".")[2].removesuffix("_process")
-            if name not in ("api", "tokenizer"):
-                rank = sum(other.startswith("scheduler") for other in self.children)
-                name = f"scheduler rank {rank}" if rank else "scheduler"
+        """Names, as the server calls them, and pids of the launcher's children, from their command lines and the order of their start."""
+        pids = sorted(map(int, Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()))
+        modules = [Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[2].decode().rpartition(".")[2] for pid in pids]
+        for place, (pid, module) in enumerate(zip(pids, modules, strict=True)):
+            name, before = module.removesuffix("_process"), modules[:place]
+            if name == "encoder":
+                name = f"tokenizer {1 + before.count(module)}"
+            elif name == "tokenizer":
+                name = "detokenizer" if "encoder_process" in modules else name
+            elif name != "api":
+                name = f"scheduler rank {before.count(module)}" if module in before else "scheduler"
             self.children[name] = pid
 
     def wait_for_exit(self, timeout: float = END_S) -> int:

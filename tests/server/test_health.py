@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -163,10 +165,66 @@ def test_a_stopped_process_shows_in_health_until_it_goes_on(running, client, nam
     assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).json()["usage"]["completion_tokens"] == 2
 
 
-def test_a_stopped_api_answers_again_when_it_goes_on(running, client):
-    with stopped(running, "api"), pytest.raises(httpx.TimeoutException):
-        httpx.get(f"{running.url}/health", timeout=0.3)
-    assert status_within(client, "/health", 200, SEEN_S)
+@pytest.mark.parametrize("is_loaded", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["idle", "under load"])
+def test_a_stopped_api_answers_again_when_it_goes_on(running, client, is_loaded):
+    with load(client) if is_loaded else contextlib.nullcontext() as lines:
+        with stopped(running, "api"), pytest.raises(httpx.TimeoutException):
+            httpx.get(f"{running.url}/health", timeout=0.3)
+        assert status_within(client, "/health", 200, SEEN_S)
+        if lines is not None:
+            assert all(next(lines) is not None for _ in range(100))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_loaded", [False, True], ids=["idle", "under load"])
+@pytest.mark.parametrize("name", ["scheduler", "scheduler rank 1"])
+def test_a_stopped_rank_shows_in_health_until_it_goes_on(tmp_path, name, is_loaded):
+    model = write_byte_model(tmp_path / "model")
+    with server_process(model, scheduler="tests.server.fake_engine_process", options={"tp": 2}) as server:
+        server.wait_until_ready()
+        with httpx.Client(base_url=server.url, timeout=END_S) as client:
+            body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "seed": 0}
+            with ThreadPoolExecutor(1) as thread:
+                answer = thread.submit(client.post, "/v1/completions", json=body) if is_loaded else None
+                if is_loaded:
+                    assert wait_until(lambda: client.get("/health/progress").raise_for_status().json()["num_steps"] > 10)
+                with stopped(server, name):
+                    assert status_within(client, "/health", 503, SEEN_S)
+                    assert client.get("/health").json()["error"]["message"].startswith(f"the {name} process ")
+                assert status_within(client, "/health", 200, SEEN_S)
+                if answer is not None:
+                    assert answer.result(30).json()["usage"]["completion_tokens"] == 200
+            assert client.post("/v1/completions", json={**body, "max_tokens": 2}).json()["usage"]["completion_tokens"] == 2
+
+
+BURST = """
+import socket, sys
+host, port = sys.argv[1].split(":")
+body = b'{"prompt":"a","max_tokens":2}'
+request = b"POST /v1/completions HTTP/1.1\\r\\nHost: x\\r\\nContent-Length: %d\\r\\n\\r\\n" % len(body) + body
+num_right = 0
+for _ in range(int(sys.argv[2]) // 250):
+    clients = [socket.create_connection((host, int(port)), timeout=100) for _ in range(250)]
+    for client in clients:
+        client.sendall(request)
+    num_right += sum(client.recv(12) == b"HTTP/1.1 200" for client in clients)
+    for client in clients:
+        client.close()
+print(num_right)
+"""
+
+
+@pytest.mark.parametrize("num_requests", [500, pytest.param(5000, marks=pytest.mark.slow)])
+def test_health_and_streams_go_on_during_a_burst_of_requests(running, client, num_requests):
+    """250 of them at any time."""
+    command = [sys.executable, "-c", BURST, running.url.removeprefix("http://"), str(num_requests)]
+    with load(client) as lines, ThreadPoolExecutor(2) as threads:
+        burst = threads.submit(subprocess.run, command, capture_output=True, check=True)
+        gap = threads.submit(longest_gap, lines, burst)
+        assert slowest_health(client, burst) < PROMPT_S
+        assert gap.result(END_S) < GAP_S
+        assert int(burst.result().stdout) == num_requests
+    assert wait_until(lambda: client.get("/health/progress").json()["num_requests"] == 0)
 
 
 def test_a_stuck_step_shows_in_progress_only(running, client):
@@ -202,22 +260,57 @@ def longest_gap(lines, future):
     return longest
 
 
+def repeated(start, middle, end, num_bytes=27_000_000):
+    """A body of about so many bytes."""
+    return start + middle * (num_bytes // len(middle)) + end
+
+
+POSTER = """
+import http.client, sys
+connection = http.client.HTTPConnection(sys.argv[1], timeout=100)
+connection.request("POST", sys.argv[2], sys.stdin.buffer.read())
+response = connection.getresponse()
+answer = response.read()
+print(response.status)
+print(answer[-100:].decode())
+"""
+
+
+def post_elsewhere(url, route, content):
+    """POST in a process of its own, for one that reads a huge answer would keep this one from asking; status and end of the answer."""
+    command = [sys.executable, "-c", POSTER, url.removeprefix("http://"), route]
+    status, end = subprocess.run(command, input=content, capture_output=True, check=True).stdout.decode().split("\n", 1)
+    return int(status), end.rstrip("\n")
+
+
 HUGE_CASES = [
-    pytest.param("/v1/completions", 5_000_000, id="5 MB"),
-    pytest.param("/v1/completions", 27_000_000, id="27 MB", marks=pytest.mark.slow),
-    pytest.param("/tokenize", 5_000_000, id="only ids", marks=pytest.mark.slow),
+    pytest.param("/v1/completions", (b'{"max_tokens":1,"prompt":"', b"x", b'"}', 5_000_000), 200, id="5 MB"),
+    pytest.param("/v1/completions", (b'{"max_tokens":1,"prompt":"', b"x", b'"}'), 200, id="27 MB", marks=pytest.mark.slow),
+    pytest.param("/tokenize", (b'{"prompt":"', b"1,", b'"}', 5_000_000), 200, id="only ids"),
+    pytest.param("/tokenize", (b'{"prompt":"', b"x", b'"}'), 200, id="27 MB, only ids", marks=pytest.mark.slow),
+    pytest.param("/detokenize", (b'{"tokens":[', b"97,", b"97]}", 3_000_000), 200, id="only text", marks=pytest.mark.slow),
+    pytest.param("/detokenize", (b'{"tokens":[', b"97,", b"97]}"), 413, id="27 MB of ids"),
+    pytest.param("/v1/completions", (b'{"prompt":[', b"[],", b"[]]}"), 413, id="27 MB of empty prompts"),
+    pytest.param("/v1/completions", (b'{"prompt":[', b'"\\"",', b'""]}'), 413, id="27 MB of short texts", marks=pytest.mark.slow),
+    pytest.param(
+        "/v1/chat/completions", (b'{"messages":[', b'{"role":"user"},', b"1]}"), 413, id="27 MB of messages", marks=pytest.mark.slow
+    ),
 ]
 
 
-@pytest.mark.parametrize(("route", "num_bytes"), HUGE_CASES)
-def test_health_and_streams_go_on_while_a_huge_prompt_is_tokenized(running, client, route, num_bytes):
-    body = {"prompt": "x" * num_bytes, **({} if route == "/tokenize" else {"max_tokens": 1})}
+@pytest.mark.parametrize(("route", "body", "status"), HUGE_CASES)
+def test_health_and_streams_go_on_while_a_huge_body_is_handled(running, client, route, body, status):
+    content = repeated(*body)
     with load(client) as lines, ThreadPoolExecutor(2) as threads:
-        huge = threads.submit(httpx.post, f"{running.url}{route}", json=body, timeout=100)
+        huge = threads.submit(post_elsewhere, running.url, route, content)
         gap = threads.submit(longest_gap, lines, huge)
         assert slowest_health(client, huge) < PROMPT_S
         assert gap.result(END_S) < GAP_S
-        assert huge.result().status_code == 200
+    assert huge.result()[0] == status
+    if status == 413:
+        assert '"code":"request_too_large"' in huge.result()[1]
+    elif route == "/tokenize":
+        assert huge.result()[1].endswith(f'],"count":{len(content) - len(body[0] + body[2])}}}')
 
 
 def test_a_prompt_that_can_never_fit_is_refused_untokenized(tmp_path):

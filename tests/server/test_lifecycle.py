@@ -114,6 +114,31 @@ def test_a_signal_under_load_leaves_nothing_behind(running, number, is_group):
     assert "Traceback" not in running.stderr
 
 
+def test_an_upload_that_has_not_ended_is_told_that_the_server_stops(running):
+    host, port = running.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=END_S) as client:
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{")
+        httpx.get(f"{running.url}/health")
+        running.process.send_signal(signal.SIGINT)
+        answer = b"".join(iter(lambda: client.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 503 ")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "server_stopped"
+    assert running.wait_for_exit() == 128 + signal.SIGINT
+    assert "Traceback" not in running.stderr
+
+
+@pytest.mark.slow
+def test_a_stopped_api_does_not_keep_the_server_for_longer_than_ten_seconds(model_dir):
+    with server_process(model_dir, options={"drain_timeout": 5}) as server:
+        server.wait_until_ready()
+        os.kill(server.children["api"], signal.SIGSTOP)
+        start = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait_for_exit() == 128 + signal.SIGTERM
+        assert time.monotonic() - start < 10.5
+        assert server.leaves_nothing_behind()
+
+
 def refusal(url):
     """Why a new request is refused now; "" if it is not."""
     response = httpx.post(f"{url}/v1/chat/completions", json={**BODY, "max_tokens": 1}, timeout=END_S)
@@ -173,20 +198,37 @@ def test_a_killed_launcher_leaves_nothing_behind(running):
     assert running.leaves_nothing_behind()
 
 
+def says_who_died(server, name):
+    """The server has ended because this child was killed, and says so."""
+    assert server.wait_for_exit() == 1
+    assert server.leaves_nothing_behind()
+    return f"the {name} process (pid {server.children[name]}) died: it was ended by SIGKILL" in server.stderr
+
+
 @pytest.mark.parametrize("name", ["scheduler", "tokenizer"])
 def test_a_killed_worker_ends_the_server_and_every_request(running, name):
     with requests_in_flight(running.url) as futures:
         os.kill(running.children[name], signal.SIGKILL)
         assert has_ended_with_an_error(*futures)
-    assert running.wait_for_exit() == 1
-    assert running.leaves_nothing_behind()
-    assert f"the {name} process (pid {running.children[name]}) died: it was ended by SIGKILL" in running.stderr
+    assert says_who_died(running, name)
 
 
-def test_a_killed_api_ends_the_server(running):
-    os.kill(running.children["api"], signal.SIGKILL)
-    assert running.wait_for_exit() == 1
-    assert running.leaves_nothing_behind()
+@pytest.mark.parametrize("name", ["api", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tokenizer", "scheduler"))])
+def test_a_killed_worker_ends_an_idle_server(running, name):
+    os.kill(running.children[name], signal.SIGKILL)
+    assert says_who_died(running, name)
+
+
+@pytest.mark.slow
+def test_a_killed_api_breaks_all_connections_off(running):
+    with requests_in_flight(running.url) as (streams, plains):
+        os.kill(running.children["api"], signal.SIGKILL)
+        events = [event for future in streams for event in future.result(END_S)]
+        assert all(choice["finish_reason"] is None for event in events for choice in event["choices"])
+        for connection in plains:
+            with pytest.raises((http.client.HTTPException, ConnectionError)):
+                connection.getresponse()
+    assert says_who_died(running, "api")
 
 
 def test_a_second_ctrl_c_ends_a_server_that_hangs(running):

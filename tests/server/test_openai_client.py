@@ -3,57 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 
 import openai
 import pytest
 
-from minisgl.message import DetokenizeMsg, PromptLogprobsMsg, UserMsg
-from tests.server.local_server import MODEL, local_server, scored
+from tests.server.local_server import MODEL, local_server
+from tests.server.player import ECHO, playing_server
 
 HELLO = [{"role": "user", "content": "Hello"}]
-ECHO = "<hi>"
-
-
-class Player:
-    """A scheduler that answers each request with ECHO and scores what it is asked to score."""
-
-    def __init__(self, scheduler) -> None:
-        self._scheduler = scheduler
-        self.seen = []
-
-    def run(self, stop: threading.Event) -> None:
-        while not stop.is_set():
-            with contextlib.suppress(TimeoutError):
-                self._scheduler.let_arrive(0.05)
-                message = self._scheduler.hear()
-                while isinstance(message, UserMsg):
-                    self._play(message)
-                    message = self._scheduler.heard_already()
-
-    def _play(self, request: UserMsg) -> None:
-        params = request.sampling_params
-        self.seen.append(params)
-        if params.prompt_logprobs is not None:
-            prompt = request.input_ids.tolist()[1:]
-            self._scheduler.send(PromptLogprobsMsg(request.uid, [scored(token, params.prompt_logprobs) for token in prompt]))
-        for token in ECHO.encode():
-            score = None if params.logprobs is None else scored(token, params.logprobs)
-            self._scheduler.send(DetokenizeMsg(request.uid, token, logprobs=score))
-        self._scheduler.end(request.uid, "stop", token=256)
 
 
 @pytest.fixture(scope="module")
 def playing():
-    with local_server() as server:
-        player, stop = Player(server.scheduler), threading.Event()
-        thread = threading.Thread(target=player.run, args=(stop,))
-        thread.start()
-        server.player = player
+    with playing_server() as server:
         yield server
-        stop.set()
-        thread.join()
 
 
 @pytest.fixture(scope="module")

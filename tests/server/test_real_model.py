@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -19,10 +22,25 @@ SEEDED = SamplingParams(max_tokens=12, temperature=0.8, seed=11, n=2)
 SCORED = SamplingParams(max_tokens=6, logprobs=2, prompt_logprobs=2)
 
 
+END_IDS = {88, 77, 4095, 4094}
+"""of the config, of the generation_config (two), and of the tokenizer, with which turns end"""
+BOS_ID = 4090
+
+
 @pytest.fixture(scope="module")
-def offline(tiny_models):
+def model(tiny_models, tmp_path_factory):
+    """A model that has several end ids."""
+    directory = shutil.copytree(tiny_models("llama"), tmp_path_factory.mktemp("model") / "llama")
+    for name, value in (("config.json", 88), ("generation_config.json", [77, 4095])):
+        settings = json.loads((directory / name).read_text(encoding="utf-8"))
+        (directory / name).write_text(json.dumps(settings | {"eos_token_id": value}), encoding="utf-8")
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def offline(model):
     """What the class answers, before the server needs the cores."""
-    with LLM(str(tiny_models("llama")), num_pages=64, max_seq_len=CONTEXT) as llm:
+    with LLM(model, num_pages=64, max_seq_len=CONTEXT) as llm:
         return {
             "greedy": llm.generate(PROMPTS, SamplingParams(max_tokens=12)),
             "seeded": llm.generate(PROMPTS[0], SEEDED)[0].choices,
@@ -32,8 +50,8 @@ def offline(tiny_models):
 
 
 @pytest.fixture(scope="module")
-def api(tiny_models, offline):
-    words = ["minisgl", "--model", str(tiny_models("llama")), "--port", "0", "--num-pages", "64", "--max-seq-len", str(CONTEXT)]
+def api(model, offline):
+    words = ["minisgl", "--model", model, "--port", "0", "--num-pages", "64", "--max-seq-len", str(CONTEXT)]
     with started(words) as server:
         server.wait_until_ready()
         with httpx.Client(base_url=server.url, timeout=30) as client:
@@ -57,6 +75,65 @@ def test_seeded_choices_are_the_offline_ones(api, offline):
     for _ in range(2):
         body = ask(api, "/v1/completions", prompt=PROMPTS[0], max_tokens=12, temperature=0.8, seed=11, n=2)
         assert [choice["text"] for choice in body["choices"]] == [choice.text for choice in offline["seeded"]]
+
+
+def seeded_chat(api):
+    messages = [{"role": "user", "content": "Tell me about the sea."}]
+    body = ask(api, "/v1/chat/completions", messages=messages, max_tokens=20, temperature=0.8, seed=42, ignore_eos=True)
+    return body["choices"][0]["message"]["content"]
+
+
+def greedy_chat(api, number):
+    messages = [{"role": "user", "content": f"Story {number}"}]
+    body = ask(api, "/v1/chat/completions", messages=messages, max_tokens=20, temperature=0, ignore_eos=True)
+    return body["choices"][0]["message"]["content"]
+
+
+def test_a_seeded_answer_is_the_same_alone_beside_load_and_twice_at_once_and_changes_no_neighbour(api):
+    alone, neighbours = seeded_chat(api), [greedy_chat(api, number) for number in range(3)]
+    assert len(alone) > 5
+    unseeded = {"prompt": "Noise " * 5, "max_tokens": 60, "temperature": 1.0, "ignore_eos": True, "n": 4}
+    with ThreadPoolExecutor(8) as threads:
+        load = [threads.submit(ask, api, "/v1/completions", **unseeded) for _ in range(2)]
+        twice = [threads.submit(seeded_chat, api) for _ in range(2)]
+        beside = [threads.submit(greedy_chat, api, number) for number in range(3)]
+        assert [future.result() for future in twice] == [alone, alone]
+        assert [future.result() for future in beside] == neighbours
+        noise = [choice["text"] for future in load for choice in future.result()["choices"]]
+    assert len(set(noise)) > 1
+    assert seeded_chat(api) == alone
+
+
+@pytest.mark.parametrize("end_id", sorted(END_IDS))
+def test_each_end_id_of_the_models_files_stops_and_is_not_shown(api, end_id):
+    forced = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "logit_bias": {str(end_id): 100}, "temperature": 0}
+    choice = ask(api, "/v1/chat/completions", **forced)["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("", "stop")
+    with api.stream("POST", "/v1/chat/completions", json={**forced, "stream": True}) as response:
+        chunks = [json.loads(line[6:])["choices"][0] for line in response.iter_lines() if line and not line.endswith("[DONE]")]
+    assert "".join(chunk["delta"].get("content", "") for chunk in chunks) == ""
+    assert chunks[-1]["finish_reason"] == "stop"
+    ignored = ask(api, "/v1/chat/completions", **forced, ignore_eos=True)
+    assert (ignored["choices"][0]["finish_reason"], ignored["usage"]["completion_tokens"]) == ("length", 3)
+
+
+def test_another_special_token_is_no_end(api):
+    choice = ask(api, "/v1/completions", prompt="x", max_tokens=3, logit_bias={"4092": 100}, temperature=0)["choices"][0]
+    assert choice["finish_reason"] == "length"
+
+
+def test_a_chat_has_one_bos_and_as_many_tokens_as_transformers_says(api, model):
+    from transformers import AutoTokenizer
+
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi there"}]
+    wanted = AutoTokenizer.from_pretrained(model).apply_chat_template(messages, add_generation_prompt=True, tokenize=True)["input_ids"]
+    assert wanted.count(BOS_ID) == 1
+    assert ask(api, "/tokenize", messages=messages)["tokens"] == wanted
+    answer = ask(api, "/v1/chat/completions", messages=messages, max_tokens=1)
+    assert answer["usage"]["prompt_tokens"] == len(wanted)
+    ids = ask(api, "/tokenize", prompt="Hi there")["tokens"]
+    assert (ids.count(BOS_ID), ids[0]) == (1, BOS_ID)
+    assert ask(api, "/v1/completions", prompt="Hi there", max_tokens=1)["usage"]["prompt_tokens"] == len(ids)
 
 
 def test_generate_gives_the_ids(api, offline):

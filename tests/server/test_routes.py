@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from minisgl import __version__
@@ -139,6 +141,36 @@ def test_flush_cache_tells_what_the_scheduler_says(server, num_running, status):
 
 def test_abort_of_an_unknown_id_ends_nothing(server):
     assert server.client.post("/abort", json={"id": "chatcmpl-nobody"}).json() == {"aborted": 0}
+
+
+def test_what_is_being_aborted_is_not_counted_again(server):
+    with server.client.stream("POST", "/v1/completions", json={"prompt": "a", "max_tokens": 9, "stream": True}) as response:
+        uid = server.scheduler.hear_request().uid
+        server.scheduler.say(uid, "x")
+        lines = response.iter_lines()
+        name = json.loads(next(lines).removeprefix("data: "))["id"]
+        counts = [server.client.post("/abort", json={"id": name}).json()["aborted"] for _ in range(2)]
+        assert counts[0] == 1
+        assert counts[1] == 0
+        assert list(lines)[-2] == "data: [DONE]"
+    assert server.scheduler.hear_abort() == uid
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {}, "prompt"),
+        ("/v1/chat/completions", {}, "messages"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": []}, "tokens"),
+        ("/detokenize", {"tokens": [99999]}, "tokens"),
+    ],
+)
+def test_a_field_that_is_missing_or_wrong_is_named(server, path, body, param):
+    response = server.client.post(path, json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param)
+    assert param in error["message"]
 
 
 def test_abort_ends_all_choices_of_a_stream_which_reads_to_its_end(server):
