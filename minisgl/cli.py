@@ -20,14 +20,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from minisgl import __version__
+from minisgl import __version__, env
 from minisgl.bench import doctor, offline
+from minisgl.bench import serve as bench_serve
 from minisgl.core import SamplingParams
 from minisgl.distributed.info import DistributedInfo
 from minisgl.engine.config import DEVICES, DTYPES, EngineConfig
 from minisgl.errors import ConfigError, InvalidInputError, MinisglError
 from minisgl.scheduler.config import CACHE_TYPES, SchedulerConfig
 from minisgl.server.config_file import read_config_words
+from minisgl.server.defaults import read_defaults
 from minisgl.server.options import ServerOptions
 
 __all__ = ["build_parser", "main"]
@@ -35,7 +37,7 @@ __all__ = ["build_parser", "main"]
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 1919
 INTERRUPTED = 130
-COMMANDS = ("serve", "generate", "bench", "doctor")
+COMMANDS = ("serve", "chat", "generate", "bench", "doctor", "replay")
 MODEL_HELP = "directory of a model, a .gguf file, or a name on the Hugging Face hub; without one, the embedded SmolLM2-135M-Instruct"
 
 
@@ -82,9 +84,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"minisgl {__version__}", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", help="what to do; COMMAND --help tells more")
     _add_serve(commands)
+    _add_chat(commands)
     _add_generate(commands)
     _add_bench(commands)
     _add_doctor(commands)
+    _add_replay(commands)
     return parser
 
 
@@ -108,7 +112,10 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         "--tp", "--tensor-parallel-size", dest="tp", type=int, default=1, help="ranks: processes that share the model (default: 1)"
     )
     parser.add_argument(
-        "--num-tokenizer", type=int, default=0, help="processes that only tokenize; 0, the only value so far: one does both directions"
+        "--num-tokenizer",
+        type=int,
+        default=0,
+        help="processes that only tokenize, at most 16; 0: one process turns text into ids and ids into text",
     )
     parser.add_argument(
         "--drain-timeout",
@@ -122,7 +129,32 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         default=ServerOptions.step_timeout,
         help="seconds after which a step of the model counts as stuck in /health/progress; 0: 60 on a CPU, 10 on CUDA",
     )
+    parser.add_argument(
+        "--record",
+        metavar="FILE",
+        help="new file for all that is heard and scheduled, prompts included; `minisgl replay FILE` runs it again without the model",
+    )
+    parser.add_argument("--shell", action="store_true", help="serve nobody: chat with the model on this terminal, as `minisgl chat` does")
     _add_engine_flags(parser)
+
+
+def _add_chat(commands: Any) -> None:
+    text = "Hold a conversation on the terminal, with an OpenAI-compatible server or with a model that is computed in this process."
+    parser = commands.add_parser("chat", help="chat on the terminal", description=text, allow_abbrev=False)
+    target = f"http://… or https://… of a server; else a model: {MODEL_HELP}"
+    parser.add_argument("model_argument", metavar="URL|MODEL", nargs="?", help=target)
+    parser.add_argument(
+        "--model", "--model-path", dest="model", help="the same as MODEL; with a URL, the model's name at the server (default: its first)"
+    )
+    parser.add_argument("--api-key", metavar="KEY", help="with a URL: what the server wants to see (default: $MINISGL_API_KEY)")
+    parser.add_argument(
+        "--history",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="keep what is typed for the next time, in a file that only you can read (default: on)",
+    )
+    _add_engine_flags(parser)
+    parser.set_defaults(run=_chat)
 
 
 def _add_generate(commands: Any) -> None:
@@ -145,6 +177,10 @@ def _add_bench(commands: Any) -> None:
     offline.add_arguments(parser)
     _add_engine_flags(parser)
     parser.set_defaults(run=_bench_offline)
+    text = "Load on any OpenAI-compatible server over HTTP: tokens per second, time to the first token, gaps between tokens, errors."
+    parser = kinds.add_parser("serve", help="a server, over HTTP", description=text, allow_abbrev=False)
+    bench_serve.add_arguments(parser)
+    parser.set_defaults(run=bench_serve.main)
 
 
 def _add_doctor(commands: Any) -> None:
@@ -153,6 +189,13 @@ def _add_doctor(commands: Any) -> None:
     doctor.add_arguments(parser)
     _add_config_flags(parser.add_argument_group("engine"), PLAN_FLAGS)
     parser.set_defaults(run=_doctor)
+
+
+def _add_replay(commands: Any) -> None:
+    text = "Run a recording of `minisgl serve --record` again, without model or GPU; every digest must come out as recorded."
+    parser = commands.add_parser("replay", help="run a recording again and compare", description=text, allow_abbrev=False)
+    parser.add_argument("file", metavar="FILE", help="what `minisgl serve --record FILE` wrote")
+    parser.set_defaults(run=_replay)
 
 
 def _add_config_flags(group: Any, flags: Sequence[_Flag]) -> None:
@@ -206,7 +249,7 @@ def main(argv: Sequence[str] | None = None, *, default_command: str | None = Non
 
 def _with_config_file(arguments: argparse.Namespace, words: list[str]) -> argparse.Namespace:
     """The arguments with the file's settings put before the command line's own, which therefore win."""
-    parser = argparse.ArgumentParser(add_help=False)
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     _add_serve_arguments(parser)
     settings = read_config_words(arguments.config, parser)
     if arguments.model_argument is not None:
@@ -224,18 +267,69 @@ def _configure_logging(level: int) -> None:
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
 
 
+def _named_model(arguments: argparse.Namespace) -> str | None:
+    """MODEL, or --model, which is the same."""
+    model: str | None = arguments.model_argument if arguments.model is None else arguments.model
+    if arguments.model_argument not in (None, model):
+        raise ConfigError(f"MODEL {arguments.model_argument!r} and --model {model!r} found; name one model")
+    return model
+
+
+def _refuse_without_effect(arguments: argparse.Namespace, names: Sequence[str], why: str) -> None:
+    """Raise ConfigError for one of the flags that has been given a value of its own."""
+    defaults = build_parser().parse_args([arguments.command])
+    spellings = {flag.name: flag.spellings[0] for flag in ENGINE_FLAGS} | {"use_dummy_weight": "--dummy-weight"}
+    for name in names:
+        if getattr(arguments, name) != getattr(defaults, name):
+            raise ConfigError(f"{spellings.get(name, '--' + name.replace('_', '-'))} has no effect {why}; leave it out")
+
+
 def _serve(arguments: argparse.Namespace) -> int:
+    if arguments.shell:
+        others = set(vars(arguments)) - set(_engine_settings(arguments)) - {"command", "run", "shell", "config", "model", "model_argument"}
+        _refuse_without_effect(arguments, sorted(others), "with --shell, which serves nobody")
+        return _chat_locally(arguments, has_history=True)
     from minisgl.server.launcher import serve
 
     _configure_logging(logging.INFO)
-    model = arguments.model_argument if arguments.model is None else arguments.model
-    if arguments.model_argument not in (None, model):
-        raise ConfigError(f"MODEL {arguments.model_argument!r} and --model {model!r} found; name one model")
+    model = _named_model(arguments)
     ranks = DistributedInfo(0, arguments.tp)
     settings = _engine_settings(arguments)
-    scheduler = SchedulerConfig(model_path=model, tp_info=ranks, backend_create_detokenizer_link=False, **settings)
+    record = None if arguments.record is None else os.path.abspath(arguments.record)
+    scheduler = SchedulerConfig(model_path=model, tp_info=ranks, record=record, backend_create_detokenizer_link=False, **settings)
     names = ("host", "port", "served_model_name", "num_tokenizer", "drain_timeout", "step_timeout")
     return serve(ServerOptions(scheduler, **{name: getattr(arguments, name) for name in names}), say=_say)
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    from minisgl.chat import openai_server, program
+
+    url = arguments.model_argument
+    if url is None or not openai_server.is_url(url):
+        _refuse_without_effect(arguments, ["api_key"], "without a URL")
+        return _chat_locally(arguments, has_history=arguments.history)
+    _refuse_without_effect(arguments, list(_engine_settings(arguments)), "with a URL: the server has its own settings")
+    key = env.api_key() if arguments.api_key is None else arguments.api_key
+    connect = partial(openai_server.connect, url, arguments.model, key)
+    return program.main(connect, url, env.chat_history() if arguments.history else None)
+
+
+def _chat_locally(arguments: argparse.Namespace, *, has_history: bool) -> int:
+    from minisgl.chat import backend, program
+
+    model = _named_model(arguments)
+    settings = _engine_settings(arguments)
+    SchedulerConfig(model_path=model, **settings)  # a wrong flag is told before torch is loaded
+    name = "the embedded model" if model is None else model
+
+    def make() -> backend.LocalBackend:
+        from minisgl.llm import LLM
+
+        llm = LLM(model_path=model, **settings)
+        return backend.LocalBackend(llm, name, read_defaults(str(llm.config.model_path)).values)
+
+    _configure_logging(logging.WARNING)
+    return program.main(make, name, env.chat_history() if has_history else None)
 
 
 def _say(line: str) -> None:
@@ -281,3 +375,20 @@ def _doctor(arguments: argparse.Namespace) -> int:
     config = EngineConfig(model_path=arguments.model, **settings)
     _configure_logging(logging.WARNING)
     return doctor.main(config if arguments.model is not None else None)
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from minisgl.replay import replay
+
+    _configure_logging(logging.WARNING)
+    outcome = replay(arguments.file)
+    turns = f"{outcome.num_turns} turns of {outcome.num_ranks} rank{'s' if outcome.num_ranks > 1 else ''}"
+    if outcome.difference is not None:
+        found = outcome.difference
+        print(f"error: step {found.step} differs in {found.field}: {found.text}", file=sys.stderr)
+        print(f"{outcome.num_steps} steps before it are as recorded", file=sys.stderr)
+        return 1
+    print(f"replayed {outcome.num_steps} steps in {turns}: every digest is as recorded")
+    if not outcome.is_complete:
+        print("the recording breaks off here: the server was killed, or could not write on")
+    return 0

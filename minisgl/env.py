@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["cache_dir", "is_overlap_disabled"]
+__all__ = ["api_key", "cache_dir", "chat_history", "is_overlap_disabled"]
 
 
 def is_overlap_disabled() -> bool:
@@ -21,3 +21,14 @@ def cache_dir() -> Path:
         return Path(chosen).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "minisgl"
+
+
+def chat_history() -> Path:
+    """Where `minisgl chat` keeps what was typed: `minisgl/chat_history` in the user's state directory, XDG_STATE_HOME."""
+    base = os.environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "minisgl" / "chat_history"
+
+
+def api_key() -> str | None:
+    """MINISGL_API_KEY, which `minisgl chat` shows to the server that it talks to; None if it is not set."""
+    return os.environ.get("MINISGL_API_KEY") or None

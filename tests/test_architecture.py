@@ -28,7 +28,7 @@ BUDGETS = {"": 12_000, "kernel": 3_000, "server": 2_500}
 IMPORT_NAMES = {"pyzmq": "zmq", "pyyaml": "yaml"}
 """Distribution -> what is imported, where the two differ."""
 
-USED_UNSEEN = {"uvloop": "uvicorn takes it for its event loop where it is installed"}
+USED_UNSEEN: dict[str, str] = {}
 """Dependency that nothing of ours imports -> why it is one."""
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-PRINTERS = ("cli", "bench", "server/chat.py")
+PRINTERS = ("cli", "bench")
 """The terminal programs, which may print."""
 
 ONLY_IN = {
@@ -23,6 +23,8 @@ ONLY_IN = {
     "fastapi": ("server",),
     "starlette": ("server",),
     "uvicorn": ("server",),
+    "prompt_toolkit": ("chat",),
+    "rich": ("chat",),
     "triton": ("kernel",),
     "flashinfer": ("attention",),
     "flash_attn": ("attention",),
@@ -35,7 +37,7 @@ ONLY_IN = {
 OPTIONAL = ("triton", "flashinfer", "flash_attn", "flash_attn_interface", "sgl_kernel")
 """Libraries that are used where they are installed; they come with extras or with torch."""
 
-TORCH_WHEN_USED = ("errors", "env", "core", "utils", "message", "tokenizer", "server", "cli", "__main__")
+TORCH_WHEN_USED = ("errors", "env", "core", "utils", "message", "tokenizer", "server", "chat", "cli", "__main__")
 """Packages of processes that start in a second: here torch is imported inside the function that needs it, if at all."""
 
 
