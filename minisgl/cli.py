@@ -30,6 +30,7 @@ from minisgl.errors import ConfigError, InvalidInputError, MinisglError
 from minisgl.scheduler.config import CACHE_TYPES, SchedulerConfig
 from minisgl.server.config_file import read_config_words
 from minisgl.server.defaults import read_defaults
+from minisgl.server.http_options import HttpOptions
 from minisgl.server.options import ServerOptions
 
 __all__ = ["build_parser", "main"]
@@ -43,7 +44,7 @@ MODEL_HELP = "directory of a model, a .gguf file, or a name on the Hugging Face 
 
 @dataclass(frozen=True)
 class _Flag:
-    """A flag that sets the field `name` of SchedulerConfig, whose default it has."""
+    """A flag that sets the field `name` of SchedulerConfig or HttpOptions, whose default it has."""
 
     name: str
     spellings: tuple[str, ...]
@@ -72,6 +73,23 @@ ENGINE_FLAGS = (
     _Flag("reserve_tokens", ("--reserve-tokens",), "tokens of answer for which room is kept when a further request is admitted"),
     _Flag("cache_type", ("--cache-type", "--cache"), "radix: equal beginnings of prompts are computed once; naive: never", CACHE_TYPES),
     _Flag("attention_backend", ("--attention-backend", "--attn"), "name of the attention implementation; auto: the best that runs here"),
+)
+HTTP_FLAGS = (
+    _Flag("max_body_bytes", ("--max-body-bytes",), "longest body of a request; a longer one is a 413"),
+    _Flag("max_header_bytes", ("--max-header-bytes",), "longest headers of a request; longer ones are a 431"),
+    _Flag("max_waiting_requests", ("--max-waiting-requests",), "most outputs that wait for their first token; a further one is a 429"),
+    _Flag(
+        "slow_reader_bytes", ("--slow-reader-bytes",), "most bytes that wait for a client that does not keep up; more, and it is dropped"
+    ),
+    _Flag(
+        "slow_reader_timeout", ("--slow-reader-timeout",), "seconds after which a client is dropped that reads nothing of what waits for it"
+    ),
+    _Flag(
+        "header_timeout", ("--header-timeout",), "seconds in which a request's headers and body must arrive; else the connection is closed"
+    ),
+    _Flag("request_timeout", ("--request-timeout",), "seconds in which a request must have been answered; else it ends with a 504"),
+    _Flag("keep_alive_timeout", ("--keep-alive-timeout",), "seconds that an idle connection stays open"),
+    _Flag("cors_origin", ("--cors-origin",), "origins, with commas between them, whose web pages may use the server; *: all; empty: none"),
 )
 PLAN_NAMES = ("dtype", "device", "max_seq_len", "max_running_req", "page_size", "num_pages", "memory_ratio")
 PLAN_FLAGS = tuple(flag for flag in ENGINE_FLAGS if flag.name in PLAN_NAMES)
@@ -103,7 +121,7 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model_argument", metavar="MODEL", nargs="?", help=MODEL_HELP)
     parser.add_argument("--model", "--model-path", dest="model", help="the same as MODEL")
     parser.add_argument(
-        "--host", default=DEFAULT_HOST, help="address to listen on; 0.0.0.0 lets other machines in, and nothing asks who they are"
+        "--host", default=DEFAULT_HOST, help="address to listen on; 0.0.0.0 lets other machines in, and only --api-key asks who they are"
     )
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="TCP port to listen on; 0: any free one, which is printed")
     parser.add_argument("--config", metavar="FILE", help="YAML file with settings, named as the flags; flags given here win")
@@ -134,7 +152,13 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="new file for all that is heard and scheduled, prompts included; `minisgl replay FILE` runs it again without the model",
     )
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="what clients must show, but for /health; others on this machine see it here: better $MINISGL_API_KEY",
+    )
     parser.add_argument("--shell", action="store_true", help="serve nobody: chat with the model on this terminal, as `minisgl chat` does")
+    _add_config_flags(parser.add_argument_group("limits"), HTTP_FLAGS, HttpOptions)
     _add_engine_flags(parser)
 
 
@@ -198,12 +222,12 @@ def _add_replay(commands: Any) -> None:
     parser.set_defaults(run=_replay)
 
 
-def _add_config_flags(group: Any, flags: Sequence[_Flag]) -> None:
+def _add_config_flags(group: Any, flags: Sequence[_Flag], config: type = SchedulerConfig) -> None:
     for flag in flags:
-        default = getattr(SchedulerConfig, flag.name)
+        default = getattr(config, flag.name)
         kind = None if isinstance(default, str) else type(default)
         options: dict[str, Any] = {"type": kind} if kind else {}
-        text = f"{flag.help} (default: {default})"
+        text = f"{flag.help} (default: {default})" if default != "" else flag.help
         group.add_argument(*flag.spellings, dest=flag.name, default=default, choices=flag.choices, help=text, **options)
 
 
@@ -298,7 +322,9 @@ def _serve(arguments: argparse.Namespace) -> int:
     record = None if arguments.record is None else os.path.abspath(arguments.record)
     scheduler = SchedulerConfig(model_path=model, tp_info=ranks, record=record, backend_create_detokenizer_link=False, **settings)
     names = ("host", "port", "served_model_name", "num_tokenizer", "drain_timeout", "step_timeout")
-    return serve(ServerOptions(scheduler, **{name: getattr(arguments, name) for name in names}), say=_say)
+    key = env.api_key() if arguments.api_key is None else arguments.api_key
+    http = HttpOptions(api_key=key, **{flag.name: getattr(arguments, flag.name) for flag in HTTP_FLAGS})
+    return serve(ServerOptions(scheduler, **{name: getattr(arguments, name) for name in names}, http=http), say=_say)
 
 
 def _chat(arguments: argparse.Namespace) -> int:

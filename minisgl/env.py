@@ -30,5 +30,5 @@ def chat_history() -> Path:
 
 
 def api_key() -> str | None:
-    """MINISGL_API_KEY, which `minisgl chat` shows to the server that it talks to; None if it is not set."""
+    """MINISGL_API_KEY, which `minisgl chat` shows to its server and `minisgl serve` wants to see; None if it is not set."""
     return os.environ.get("MINISGL_API_KEY") or None

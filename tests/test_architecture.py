@@ -25,7 +25,7 @@ EXCEPTIONS: dict[str, str] = {}
 BUDGETS = {"": 12_000, "kernel": 3_000, "server": 2_500}
 """Package ("" is all of it) -> its code lines stay below or at this."""
 
-IMPORT_NAMES = {"pyzmq": "zmq", "pyyaml": "yaml"}
+IMPORT_NAMES = {"pyzmq": "zmq", "pyyaml": "yaml", "prometheus-client": "prometheus_client"}
 """Distribution -> what is imported, where the two differ."""
 
 USED_UNSEEN: dict[str, str] = {}

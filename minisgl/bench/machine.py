@@ -15,7 +15,7 @@ __all__ = ["OPTIONAL", "REQUIRED", "hardware", "installed"]
 
 REQUIRED = (
     *("minisgl", "torch", "numpy", "safetensors", "tokenizers", "huggingface_hub", "gguf", "filelock", "tqdm", "jinja2"),
-    *("msgspec", "pyzmq", "starlette", "uvicorn", "h11", "pyyaml", "prompt_toolkit", "rich"),
+    *("msgspec", "pyzmq", "starlette", "uvicorn", "h11", "pyyaml", "prompt_toolkit", "rich", "prometheus-client"),
 )
 OPTIONAL = {
     "triton": "kernels for CUDA",

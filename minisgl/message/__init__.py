@@ -8,7 +8,8 @@ torch is imported only when a message that carries a tensor is decoded.
 """
 
 from minisgl.message.backend import AbortBackendMsg, BaseBackendMsg, BatchBackendMsg, ExitMsg, FlushBackendMsg, UserMsg
-from minisgl.message.frontend import BaseFrontendMsg, BatchFrontendMsg, ReplyKind, TokenScore, UserReply
+from minisgl.message.frontend import BaseFrontendMsg, BatchFrontendMsg, ReplyKind, StatsReply, TokenScore, UserReply
+from minisgl.message.stats import Histogram, SchedulerStats
 from minisgl.message.tokenizer import (
     AbortMsg,
     BackendReadyMsg,
@@ -19,6 +20,7 @@ from minisgl.message.tokenizer import (
     DetokenizeMsg,
     FlushCacheMsg,
     PromptLogprobsMsg,
+    StatsMsg,
     TokenizedMsg,
     TokenizeMsg,
 )
@@ -39,8 +41,12 @@ __all__ = [
     "ExitMsg",
     "FlushBackendMsg",
     "FlushCacheMsg",
+    "Histogram",
     "PromptLogprobsMsg",
     "ReplyKind",
+    "SchedulerStats",
+    "StatsMsg",
+    "StatsReply",
     "TokenScore",
     "TokenizeMsg",
     "TokenizedMsg",

@@ -9,6 +9,7 @@ import msgspec
 
 from minisgl.core import FinishReason
 from minisgl.message.codec import make_codec
+from minisgl.message.stats import SchedulerStats
 
 ReplyKind = Literal["accepted", "rejected", "delta", "final"]
 
@@ -71,6 +72,12 @@ class BatchFrontendMsg(BaseFrontendMsg):
     data: list[UserReply]
 
 
-_encode, _decode = make_codec(Union[UserReply, BatchFrontendMsg])
+class StatsReply(BaseFrontendMsg):
+    """The scheduler's numbers, as it sent them in a `StatsMsg`."""
+
+    stats: SchedulerStats
+
+
+_encode, _decode = make_codec(Union[UserReply, BatchFrontendMsg, StatsReply])
 BaseFrontendMsg.encoder = staticmethod(_encode)
 BaseFrontendMsg.decoder = staticmethod(_decode)

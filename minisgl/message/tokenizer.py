@@ -9,6 +9,7 @@ import msgspec
 
 from minisgl.core import FinishReason, SamplingParams, TokenLogprobs
 from minisgl.message.codec import make_codec
+from minisgl.message.stats import SchedulerStats
 
 
 class BaseTokenizerMsg(msgspec.Struct, tag=True):
@@ -114,6 +115,12 @@ class BackendReadyMsg(BaseTokenizerMsg):
     """Tokens that the whole KV pool holds."""
 
 
+class StatsMsg(BaseTokenizerMsg):
+    """Rank 0's numbers for the API: about once a second while it works, and before it waits."""
+
+    stats: SchedulerStats
+
+
 class AbortMsg(BaseTokenizerMsg):
     """The API's client of `uid` is gone, or wants the request to end now."""
 
@@ -123,7 +130,16 @@ class AbortMsg(BaseTokenizerMsg):
 
 
 _SingleMsg = Union[
-    TokenizeMsg, TokenizedMsg, DetokenizeMsg, PromptLogprobsMsg, BackendReadyMsg, AbortMsg, DecodeMsg, FlushCacheMsg, CacheFlushedMsg
+    TokenizeMsg,
+    TokenizedMsg,
+    DetokenizeMsg,
+    PromptLogprobsMsg,
+    BackendReadyMsg,
+    AbortMsg,
+    DecodeMsg,
+    FlushCacheMsg,
+    CacheFlushedMsg,
+    StatsMsg,
 ]
 
 

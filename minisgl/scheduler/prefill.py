@@ -7,7 +7,7 @@ Knows the table and the page ledger, no device and no messages.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -22,10 +22,14 @@ __all__ = ["PrefillManager"]
 class PrefillManager:
     """Requests whose next token cannot be sampled yet."""
 
-    def __init__(self, table: RequestTable, cache: CacheManager, reserve_tokens: int) -> None:
+    def __init__(
+        self, table: RequestTable, cache: CacheManager, reserve_tokens: int, on_admission: Callable[[Req], None] = lambda _: None
+    ) -> None:
+        """`on_admission` is called when a request leaves the queue for the first time."""
         self._table = table
         self._cache = cache
         self._reserve_tokens = reserve_tokens
+        self._on_admission = on_admission
         self.waiting: OrderedDict[Req, None] = OrderedDict()
         """in the order in which they are admitted; an aborted one leaves in O(1)"""
         self.prefilling: list[Req] = []
@@ -106,6 +110,7 @@ class PrefillManager:
         self.prefilling.append(req)
         if req.num_retractions == 0:
             req.num_cached_tokens = req.cached_len
+            self._on_admission(req)
         return req
 
     def _reserved_lengths(self, slots: IntArray) -> Int32Array:

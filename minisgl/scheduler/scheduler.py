@@ -76,7 +76,7 @@ class Scheduler(SchedulerIOMixin):
             allocator = traced = TracedAllocator(limits.num_pages)
             self._log = StepLog(traced, config.tp_info.rank)
         self._cache = CacheManager(allocator, prefix_cache, self._table)
-        self._prefill = PrefillManager(self._table, self._cache, config.reserve_tokens)
+        self._prefill = PrefillManager(self._table, self._cache, config.reserve_tokens, self.note_admission)
         self._decode = DecodeManager(self._table)
         self._max_extend_tokens = config.max_extend_tokens or DEFAULT_EXTEND_TOKENS[limits.device_type]
         self._max_extend_beside_decode = config.max_extend_tokens_beside_decode or DEFAULT_EXTEND_BESIDE_DECODE[limits.device_type]
@@ -113,6 +113,11 @@ class Scheduler(SchedulerIOMixin):
     def num_unfinished(self) -> int:
         """Requests that have been taken and have not ended."""
         return len(self._reqs)
+
+    @property
+    def num_waiting(self) -> int:
+        """Those of them that are in the queue and hold no slot."""
+        return len(self._prefill.waiting)
 
     @property
     def is_idle(self) -> bool:
@@ -179,6 +184,12 @@ class Scheduler(SchedulerIOMixin):
         """As the base class."""
         if self._observer is not None:
             self._observer.note_frames(frames)
+
+    def note_admission(self, req: Req) -> None:
+        """Called when a request leaves the queue for the first time, with the tokens that the cache supplied. A subclass may count."""
+
+    def note_handled(self, is_decode: bool) -> None:
+        """Called when the results of a step have been handled. A subclass may measure time; nothing may depend on it."""
 
     def run_when_idle(self) -> None:
         """Check the whole ledger, unless nothing has changed since; a large one, whose walk takes a while, only now and then.
@@ -362,6 +373,7 @@ class Scheduler(SchedulerIOMixin):
             self._release_ended()
         self._cache.collect(self._last_read)
         self._note_step(launched, tokens)
+        self.note_handled(launched.rows.is_decode)
         if scores or replies:
             self.send_result(BatchTokenizerMsg(data=[*scores, *replies]))
 

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import sys
 import time
+from functools import partial
 
 import uvicorn
 
@@ -15,11 +16,10 @@ from minisgl.server.child import Child, Order, run_child
 from minisgl.server.defaults import read_defaults
 from minisgl.server.frontend import Frontend
 from minisgl.server.health import Health
+from minisgl.server.http_options import HttpOptions
 from minisgl.server.http_protocol import HttpProtocol
 from minisgl.utils.heartbeat import PulseReader
 
-KEEP_ALIVE_S = 75
-"""An idle connection stays open; longer than clients usually keep one, so that they do not write into one that is being closed."""
 LAST_WORDS_S = 3
 """How long answers that break off may take to reach slow clients."""
 
@@ -38,18 +38,18 @@ class ApiProcess:
 
     def run(self, child: Child) -> None:
         """Serve until told to close."""
-        self._child, config = child, child.config
+        self._child, config, options = child, child.config, child.setup.http
         assert config.model_path is not None  # the launcher resolved it
         defaults = read_defaults(config.model_path)
-        self._frontend = Frontend(config.zmq_frontend_addr, config.zmq_detokenizer_addr)
+        self._frontend = Frontend(config.zmq_frontend_addr, config.zmq_detokenizer_addr, options)
 
         def on_started() -> None:
             self._loop = asyncio.get_running_loop()
             child.report("ready", f"sampling defaults: {defaults}")
 
         health = Health(self._frontend, PulseReader(child.setup.heartbeat_fd), child.setup.workers)
-        app = create_app(self._frontend, child.setup.model_name, on_started, defaults, health)
-        self._server = make_server(app)
+        app = create_app(self._frontend, child.setup.model_name, on_started, defaults, health, options)
+        self._server = make_server(app, options)
         with socket.socket(fileno=child.setup.listen_fd) as listener:
             self._server.run(sockets=[listener])
 
@@ -85,18 +85,19 @@ class ApiProcess:
         child.report("drained")
 
 
-def make_server(app: object) -> uvicorn.Server:
+def make_server(app: object, options: HttpOptions) -> uvicorn.Server:
     """The HTTP server with our settings: it configures no logging, opens no port and handles no signal that we care for."""
     config = uvicorn.Config(
         app,  # type: ignore[arg-type]  # any ASGI application
-        http=HttpProtocol,
+        http=partial(HttpProtocol, options=options),  # type: ignore[arg-type]  # as good as a class
+        h11_max_incomplete_event_size=options.max_header_bytes,
         log_config=None,
         log_level="warning",
         access_log=False,
         server_header=False,
         ws="none",
         proxy_headers=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_keep_alive=options.keep_alive_timeout,
         timeout_graceful_shutdown=LAST_WORDS_S,
     )
     return uvicorn.Server(config)

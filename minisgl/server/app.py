@@ -16,6 +16,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from minisgl import __version__
 from minisgl.errors import RequestError
@@ -25,10 +26,13 @@ from minisgl.server.chat_completions import ChatFormat
 from minisgl.server.completions import CompletionFormat
 from minisgl.server.defaults import SamplingDefaults
 from minisgl.server.frontend import ClientGoneError, Frontend, Job, Piece
+from minisgl.server.gate import guarded
 from minisgl.server.generate import GenerateFormat
 from minisgl.server.generation import GenerationResponse
 from minisgl.server.health import Health
 from minisgl.server.http_errors import EXCEPTION_HANDLERS
+from minisgl.server.http_options import HttpOptions
+from minisgl.server.metrics import Metrics
 from minisgl.server.openapi import openapi_document
 from minisgl.server.protocol import (
     AbortRequest,
@@ -40,10 +44,9 @@ from minisgl.server.protocol import (
     decode_body,
 )
 
-__all__ = ["MAX_BODY_BYTES", "create_app"]
+__all__ = ["create_app"]
 
 T = TypeVar("T")
-MAX_BODY_BYTES = 32 * 1024 * 1024
 LONG_BODY_BYTES = 1024 * 1024
 """Decoding one that is longer keeps others waiting."""
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -56,9 +59,11 @@ def create_app(
     on_started: Callable[[], None] = lambda: None,
     defaults: SamplingDefaults | None = None,
     health: Health | None = None,
-) -> Starlette:
+    options: HttpOptions | None = None,
+) -> ASGIApp:
     """The application that serves `model_name` through `frontend`. `on_started` is called when requests can be taken; `defaults` are the
     model's sampling parameters (None: OpenAI's); without `health` no process is watched."""
+    options = options or HttpOptions()
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -69,20 +74,22 @@ def create_app(
     app = Starlette(
         routes=[
             *(health or Health(frontend)).routes(),
-            *_Api(frontend, model_name, (defaults or SamplingDefaults()).values).routes(),
+            *Metrics(frontend.counts, model_name).routes(),
+            *_Api(frontend, model_name, (defaults or SamplingDefaults()).values, options.max_body_bytes).routes(),
         ],
         exception_handlers=EXCEPTION_HANDLERS,
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
-    return app
+    return guarded(app, options)
 
 
 class _Api:
     """The routes that have to do with the model."""
 
-    def __init__(self, frontend: Frontend, model_name: str, defaults: dict[str, Any]) -> None:
+    def __init__(self, frontend: Frontend, model_name: str, defaults: dict[str, Any], max_body_bytes: int) -> None:
         self._frontend = frontend
+        self._max_body_bytes = max_body_bytes
         self._model = Model(model_name, int(time.time()))
         self._defaults = defaults
         self._openapi = msgspec.json.encode(openapi_document(__version__))
@@ -131,12 +138,12 @@ class _Api:
         return _json(TextAnswer(answer.text))
 
     async def flush_cache(self, request: Request) -> Response:
-        await read_body(request)
+        await read_body(request, self._max_body_bytes)
         await self._ask(request, FlushCacheMsg(0))
         return _json(Status())
 
     async def abort(self, request: Request) -> Response:
-        body = decode_body(await read_body(request), AbortRequest)
+        body = decode_body(await read_body(request, self._max_body_bytes), AbortRequest)
         return _json(AbortAnswer(self._frontend.abort(body.id)))
 
     async def models(self, _: Request) -> Response:
@@ -154,7 +161,7 @@ class _Api:
 
     async def _decode(self, request: Request, kind: type[T]) -> T:
         """The body, whose `model` is the served one."""
-        text = await read_body(request)
+        text = await read_body(request, self._max_body_bytes)
         # A thread holds Python's lock too, but lets go of it between two steps.
         body = decode_body(text, kind) if len(text) <= LONG_BODY_BYTES else await run_in_threadpool(_decode_long, text, kind)
         self._check_model(getattr(body, "model", None))
@@ -192,16 +199,16 @@ async def _encoded(parts: Iterable[str]) -> AsyncIterator[bytes]:
         yield part.encode()
 
 
-async def read_body(request: Request) -> bytes:
-    """The whole body. Raises RequestError as soon as it is too long or if the server ends meanwhile, ClientGoneError if the client
-    leaves before its end."""
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The whole body. Raises RequestError as soon as it has more than `max_bytes` or if the server ends meanwhile, ClientGoneError if the
+    client leaves before its end."""
     blocks: list[bytes] = []
     num_bytes = 0
     try:
         async for block in request.stream():
             num_bytes += len(block)
-            if num_bytes > MAX_BODY_BYTES:
-                text = f"the body has more than {MAX_BODY_BYTES} bytes, which is what is allowed"
+            if num_bytes > max_bytes:
+                text = f"the body has more than {max_bytes} bytes, which is what is allowed"
                 raise RequestError(text, status=413, code="request_too_large")
             blocks.append(block)
     except ClientDisconnect:

@@ -16,6 +16,7 @@ from minisgl.errors import WorkerError
 from minisgl.scheduler.agreement import explain_divergence
 from minisgl.scheduler.config import SchedulerConfig
 from minisgl.server.child import PRIMARY, Divergence, Order, Report
+from minisgl.server.http_options import HttpOptions
 from minisgl.server.options import ChildSetup, settings_of
 from minisgl.server.signals import Signals, blocked_signals
 from minisgl.server.workers import Worker, describe_exit
@@ -72,6 +73,7 @@ class Children:
                 number=program.number,
                 settings=settings_of(config, program.rank),
                 listen_fd=setup.listen_fd if program.listens else -1,
+                http=setup.http if program.listens else HttpOptions(),
             )
             with blocked_signals():
                 worker = Worker.start(program.name, program.module, own)

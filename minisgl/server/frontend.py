@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Union
@@ -23,16 +24,21 @@ from minisgl.message import (
     BatchTokenizerMsg,
     DecodeMsg,
     FlushCacheMsg,
+    StatsReply,
     TokenizeMsg,
     TokenScore,
     UserReply,
 )
+from minisgl.server.http_options import HttpOptions
+from minisgl.server.request_counts import Course, RequestCounts
 from minisgl.utils import ZmqAsyncPullQueue, ZmqPushQueue
 
 __all__ = ["ClientGoneError", "Frontend", "Group", "Job", "Piece", "Receive"]
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 """ASGI's receive: after the body, it returns when the client has disconnected."""
+SCORE_BYTES = 64
+"""About as much is written for one token's log probability."""
 Job = Union[TokenizeMsg, DecodeMsg, FlushCacheMsg]
 """What the workers can be asked; its uid is filled in here."""
 
@@ -53,6 +59,8 @@ class Piece:
     prompt_scores: list[TokenScore] = field(default_factory=list)
     final: UserReply | None = None
     """the ending, in the last piece only"""
+    num_bytes: int = 0
+    """about how much of it could not be written at once"""
 
     @property
     def text(self) -> str:
@@ -85,6 +93,7 @@ class _Ticket:
     uid: int
     group: Group
     piece: Piece
+    course: Course = field(default_factory=Course)
     is_accepted: bool = False
     is_aborting: bool = False
     """An ending has been asked for by `Frontend.abort`."""
@@ -103,6 +112,9 @@ class Group:
         self._changed = asyncio.Event()
         self.write_now: Callable[[Piece], bool] | None = None
         """Shows a piece at once and tells whether it could; for what comes while the handler waits. Endings go to the handler."""
+        self.on_backlog: Callable[[int], None] = lambda _: None
+        """Called with the bytes that wait for the handler when more of them have come."""
+        self._num_waiting_bytes = 0
         self._is_awaited = False
         """the handler waits in `next_piece`, so that everything before has been shown"""
 
@@ -125,6 +137,7 @@ class Group:
         del self._ready[index]
         ticket = self.tickets[index]
         piece, ticket.piece = ticket.piece, Piece(index)
+        self._num_waiting_bytes -= piece.num_bytes
         return piece
 
     async def _next_change(self) -> None:
@@ -147,6 +160,10 @@ class Group:
             return
         if has_more:
             self._ready[ticket.piece.index] = None
+            num_bytes = _num_bytes(reply)
+            ticket.piece.num_bytes += num_bytes
+            self._num_waiting_bytes += num_bytes
+            self.on_backlog(self._num_waiting_bytes)
         self._changed.set()
 
     def fail(self, error: Exception) -> None:
@@ -158,15 +175,19 @@ class Group:
 class Frontend:
     """All requests of this API process. Starts closed: requests are refused until `open_doors`."""
 
-    def __init__(self, frontend_addr: str, tokenizer_addr: str) -> None:
+    def __init__(self, frontend_addr: str, tokenizer_addr: str, options: HttpOptions | None = None) -> None:
+        self._options = options or HttpOptions()
         self._frontend_addr = frontend_addr
         self._tokenizer_addr = tokenizer_addr
         self._tickets: dict[int, _Ticket] = {}
+        self._waiting: set[int] = set()
+        """uids without a first token whose handlers have not left"""
         self._groups: dict[str, Group] = {}
         self._next_uid = 0
         self._refusal: RequestError | None = RequestError("the model is still being loaded; try again later", status=503, code="starting")
         self._is_draining = False
         self._to_tokenizer: ZmqPushQueue[BaseTokenizerMsg] | None = None
+        self.counts = RequestCounts()
 
     @property
     def refusal(self) -> RequestError | None:
@@ -217,25 +238,31 @@ class Frontend:
         """One HTTP request: leaving the block aborts what has not ended. Inside, a client that disconnects is a ClientGoneError.
 
         `receive` is ASGI's, with the body read; by `name`, if it has one, the request can be aborted. Raises RequestError if no request
-        is taken now or the jobs cannot be sent on.
+        is taken now, if too many wait, or if the jobs cannot be sent on.
         """
         if self._refusal is not None:
             raise self._refusal
+        self._check_room(sum(map(_num_choices, jobs)))
         numbered = [msgspec.structs.replace(job, uid=self._take_uids(_num_choices(job))) for job in jobs]
         group = Group([job.uid + choice for job in numbered for choice in range(_num_choices(job))])
         self._put(numbered)
         self._tickets.update((ticket.uid, ticket) for ticket in group.tickets)
+        self._waiting.update(ticket.uid for ticket in group.tickets)
         if name:
             self._groups[name] = group
         watch = asyncio.create_task(_watch_client(receive, group))
+        deadline = asyncio.get_running_loop().call_later(self._options.request_timeout, self._expire, group)
         try:
             yield group
         finally:  # without an await: the task that runs this may have been cancelled already
             watch.cancel()
+            deadline.cancel()
             self._groups.pop(name, None)
             for ticket in group.tickets:
                 del self._tickets[ticket.uid]
-            self._put([AbortMsg(ticket.uid) for ticket in group.tickets if not ticket.is_over])
+                self._waiting.discard(ticket.uid)
+                self.counts.note_left(ticket.course)
+            self._abort_rest(group)
 
     def abort(self, name: str) -> int:
         """End the request of that name, whose reader gets an ending; the number of outputs that this ends, 0 for a name that is unknown."""
@@ -245,6 +272,28 @@ class Frontend:
             ticket.is_aborting = True
         self._put([AbortMsg(ticket.uid, wants_ending=True) for ticket in running])
         return len(running)
+
+    def _check_room(self, count: int) -> None:
+        """Raise RequestError unless `count` more outputs may wait."""
+        most = self._options.max_waiting_requests
+        if count > most:
+            raise RequestError(f"the request has {count} outputs (prompts times n); {most} are allowed", code="too_many_outputs")
+        if len(self._waiting) + count > most:
+            text = f"the queue is full: {len(self._waiting)} of {most} places are taken, {count} are wanted; try again later"
+            raise RequestError(text, status=429, code="queue_full")
+
+    def _expire(self, group: Group) -> None:
+        """End it with an error. The workers are told now: its handler may be waiting for its client."""
+        text = f"the request has not been answered within {self._options.request_timeout:g} seconds, which is what is allowed"
+        group.fail(RequestError(text, status=504, code="request_timeout"))
+        self._abort_rest(group)
+
+    def _abort_rest(self, group: Group) -> None:
+        """Have the workers drop what has not ended."""
+        running = [ticket for ticket in group.tickets if not ticket.is_over]
+        for ticket in running:
+            ticket.is_over = True
+        self._put([AbortMsg(ticket.uid) for ticket in running])
 
     def _take_uids(self, count: int) -> int:
         """The first of `count` new uids that follow each other."""
@@ -268,11 +317,17 @@ class Frontend:
     async def _deliver(self, inbox: ZmqAsyncPullQueue[BaseFrontendMsg]) -> None:
         while True:
             message = await inbox.get()
+            now = time.monotonic()
             for reply in message.data if isinstance(message, BatchFrontendMsg) else (message,):
                 # Replies to a request whose handler has left are on their way until the abort arrives.
                 if isinstance(reply, UserReply) and reply.uid in self._tickets:
+                    if reply.kind != "accepted":
+                        self._waiting.discard(reply.uid)
                     ticket = self._tickets[reply.uid]
+                    self.counts.note(ticket.course, reply, now)
                     ticket.group.take(ticket, reply)
+                elif isinstance(reply, StatsReply):
+                    self.counts.take_scheduler(reply.stats)
             await asyncio.sleep(0)  # many replies may wait: others get their turn in between
 
 
@@ -280,6 +335,11 @@ async def _watch_client(receive: Receive, group: Group) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     group.fail(ClientGoneError())
+
+
+def _num_bytes(reply: UserReply) -> int:
+    """About as much is written for it, without the frame of an event."""
+    return len(reply.text) + 8 * len(reply.token_ids) + SCORE_BYTES * sum(1 + len(score.top) for score in reply.scores)
 
 
 def _num_choices(job: Job) -> int:

@@ -89,6 +89,8 @@ class GenerationResponse(Response):
         """All events but those that the connection takes at once; those that come at the same time are joined."""
         yield _joined(self._form.opening(len(group.tickets)))
         connection = scope.get("state", {}).get("connection")
+        if connection is not None:
+            group.on_backlog = connection.check_backlog
         if connection is not None and scope["http_version"] == "1.1":  # others get no chunks
             group.write_now = lambda piece: connection.write_chunk(_joined(self._form.events(piece)))
         endings: dict[int, Piece] = {}

@@ -15,12 +15,14 @@ from starlette.responses import Response
 from minisgl.errors import RequestError
 from minisgl.server.frontend import ClientGoneError
 
-__all__ = ["EXCEPTION_HANDLERS", "ErrorBody", "error_body"]
+__all__ = ["EXCEPTION_HANDLERS", "ErrorBody", "error_body", "respond"]
 
 MAX_MESSAGE_CHARS = 1000
 """A message may quote what the client sent; it need not quote all of it."""
 CLIENT_CLOSED_REQUEST = 499
 """What nginx logs for a client that went away; nobody receives it."""
+HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}}
+"""What clients expect beside such a status."""
 TYPES = {401: "authentication_error", 403: "permission_error", 409: "conflict_error", 429: "rate_limit_error"}
 
 
@@ -48,14 +50,16 @@ def error_body(error: RequestError) -> ErrorBody:
     return ErrorBody(ErrorDetail(message, kind, error.param, error.code))
 
 
-def _respond(error: RequestError, headers: dict[str, str] | None = None) -> Response:
+def respond(error: RequestError, headers: dict[str, str] | None = None) -> Response:
+    """The whole answer."""
     body = msgspec.json.encode(error_body(error))
+    headers = {**HEADERS.get(error.status, {}), **(headers or {})}
     return Response(body, status_code=error.status, headers=headers, media_type="application/json")
 
 
 async def _on_request_error(request: Request, error: Exception) -> Response:  # noqa: ARG001 - Starlette's signature
     assert isinstance(error, RequestError)
-    return _respond(error)
+    return respond(error)
 
 
 async def _on_http_exception(request: Request, error: Exception) -> Response:
@@ -63,7 +67,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = {404: f"no route {request.url.path!r}", 405: f"{request.method} is not allowed here"}.get(error.status_code, error.detail)
     code = HTTPStatus(error.status_code).phrase.lower().replace(" ", "_")
-    return _respond(RequestError(what, status=error.status_code, code=code), dict(error.headers or {}))
+    return respond(RequestError(what, status=error.status_code, code=code), dict(error.headers or {}))
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:  # noqa: ARG001 - Starlette's signature
@@ -72,7 +76,7 @@ async def _on_client_gone(request: Request, error: Exception) -> Response:  # no
 
 async def _on_bug(request: Request, error: Exception) -> Response:  # noqa: ARG001 - Starlette's signature
     """Whatever else a handler raises: the client learns nothing of our insides, the HTTP server logs the traceback."""
-    return _respond(RequestError("an internal error; the server's log tells more", status=500, code="internal_error"))
+    return respond(RequestError("an internal error; the server's log tells more", status=500, code="internal_error"))
 
 
 EXCEPTION_HANDLERS = {

@@ -67,7 +67,12 @@ def serve(options: ServerOptions, *, say: Say, child_modules: Mapping[str, str] 
         children = Children(stages.end)
         try:
             setup = ChildSetup(
-                name, settings_of(config), options.step_timeout, num_tokenizer=options.num_tokenizer, listen_fd=listener.fileno()
+                name,
+                settings_of(config),
+                options.step_timeout,
+                num_tokenizer=options.num_tokenizer,
+                listen_fd=listener.fileno(),
+                http=options.http,
             )
             _start(children, _programs(config, options.num_tokenizer, child_modules), setup, config)
             url = _url(listener)
@@ -157,6 +162,7 @@ def _model_name(model: str | None) -> str:
 def _describe(options: ServerOptions, config: SchedulerConfig, model_name: str) -> list[str]:
     """The configuration, a line per setting."""
     hidden = {"scheduler", "served_model_name", "tp_info", "offline_mode", "backend_create_detokenizer_link", "raise_integrity_errors"}
-    values = [(field.name, getattr(each, field.name)) for each in (config, options) for field in dataclasses.fields(each)]
+    hidden |= {"http", "api_key"}
+    values = [(field.name, getattr(each, field.name)) for each in (config, options, options.http) for field in dataclasses.fields(each)]
     lines = [f"minisgl serves {model_name}", f"  ranks = {config.tp_info.size}"]
     return lines + [f"  {name} = {value}" for name, value in values if name not in hidden]

@@ -8,9 +8,13 @@ from __future__ import annotations
 import logging
 import re
 import sys
+from contextvars import ContextVar
 from typing import Any
 
-__all__ = ["SafeFormatter", "configure_logging"]
+__all__ = ["REQUEST_ID", "SafeFormatter", "configure_logging"]
+
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
+"""Of the request on whose behalf something is done, in the task that does it."""
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 MAX_LINE_CHARS = 2_000
@@ -26,7 +30,8 @@ class SafeFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """As the base class."""
-        return _safe(super().formatMessage(record))
+        request_id = REQUEST_ID.get()
+        return _safe(super().formatMessage(record)) + (f" [request {_safe(request_id)}]" if request_id else "")
 
     def formatException(self, ei: Any) -> str:
         """As the base class."""

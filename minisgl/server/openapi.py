@@ -22,11 +22,12 @@ ROUTES: tuple[tuple[str, str, type | None, tuple[type, ...], str], ...] = (
     ("get", "/v1/models", None, (answers.ModelList,), "The served models"),
     ("get", "/v1/models/{model}", None, (answers.Model,), "One served model"),
     ("get", "/version", None, (answers.Version,), "The server's version"),
+    ("get", "/metrics", None, (), "Counters and times, as text for Prometheus"),
     ("get", "/health", None, (answers.Status,), "Whether all processes live; 503 while the model is loaded"),
     ("get", "/health/ready", None, (answers.Status,), "Whether requests are taken"),
     ("get", "/health/progress", None, (answers.Progress,), "Whether no step of the model is stuck"),
 )
-"""Method, path, body, answer (and, if there is a second, each event of a stream), summary."""
+"""Method, path, body, answer (and, if there is a second, each event of a stream; if there is none, it is plain text), summary."""
 REF = "#/components/schemas/{name}"
 ERRORS = {"4XX": "The request cannot be served", "5XX": "The server cannot serve it now"}
 
@@ -48,7 +49,7 @@ def openapi_document(version: str) -> dict[str, Any]:
 
 
 def _operation(path: str, body: type | None, replies: tuple[type, ...], summary: str) -> dict[str, Any]:
-    content = {"application/json": _schema(replies[0])}
+    content: dict[str, Any] = {"application/json": _schema(replies[0])} if replies else {"text/plain": {"schema": {"type": "string"}}}
     if len(replies) > 1:
         event = {"type": "string", "contentMediaType": "application/json", "contentSchema": _schema(replies[1])["schema"]}
         data = {"anyOf": [event, {"const": "[DONE]"}]}

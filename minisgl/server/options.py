@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -11,11 +11,11 @@ from minisgl.distributed.info import DistributedInfo
 from minisgl.engine.config import check_count, check_text
 from minisgl.errors import ConfigError
 from minisgl.scheduler.config import SchedulerConfig
+from minisgl.server.http_options import HttpOptions, check_seconds
 from minisgl.server.run_files import MAX_TOKENIZERS
 
 __all__ = ["ChildSetup", "ServerOptions", "settings_of"]
 
-MAX_SECONDS = 86_400.0
 STEP_TIMEOUT_S = {"cpu": 60.0, "cuda": 10.0}
 """Where --step-timeout is 0."""
 
@@ -38,21 +38,18 @@ class ServerOptions:
     """Seconds that running requests get after SIGTERM; 0 ends them at once."""
     step_timeout: float = 0.0
     """Seconds after which a step counts as stuck; 0 is STEP_TIMEOUT_S of the device."""
+    http: HttpOptions = field(default_factory=HttpOptions)
+    """Limits, key and origins."""
 
     def __post_init__(self) -> None:
         check_count("port", self.port, 0, "--port", high=65535)
         check_count("num_tokenizer", self.num_tokenizer, 0, "--num-tokenizer", high=MAX_TOKENIZERS)
-        _check_seconds("drain_timeout", self.drain_timeout, "--drain-timeout")
-        _check_seconds("step_timeout", self.step_timeout, "--step-timeout")
+        check_seconds("drain_timeout", self.drain_timeout, "--drain-timeout")
+        check_seconds("step_timeout", self.step_timeout, "--step-timeout")
         if self.served_model_name is not None:
             check_text("served_model_name", self.served_model_name, "--served-model-name")
         if self.scheduler.backend_create_detokenizer_link or self.scheduler.offline_mode:
             raise ConfigError("a server's SchedulerConfig wants backend_create_detokenizer_link=False and offline_mode=False")
-
-
-def _check_seconds(name: str, value: Any, flag: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= MAX_SECONDS:
-        raise ConfigError(f"{name}: {value!r} found; 0 to {MAX_SECONDS:g} seconds are allowed, change {flag}")
 
 
 class ChildSetup(msgspec.Struct, frozen=True):
@@ -78,6 +75,8 @@ class ChildSetup(msgspec.Struct, frozen=True):
     """file descriptor on which it reports"""
     listen_fd: int = -1
     """file descriptor of the listening TCP socket; the API's alone"""
+    http: HttpOptions = HttpOptions()
+    """of the server; the API's alone"""
 
     @property
     def config(self) -> SchedulerConfig:

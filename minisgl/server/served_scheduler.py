@@ -1,4 +1,4 @@
-"""The scheduler of a server's process: tries the model out before it reports ready, and shows when each step begins.
+"""The scheduler of a server's process: tries the model out before it reports ready, shows when each step begins, and counts.
 
 Loads torch. Called by the scheduler process, and by tests with an engine of their own.
 """
@@ -11,15 +11,16 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from minisgl.core import SamplingParams
+from minisgl.core import Req, SamplingParams
 from minisgl.engine.base import BaseEngine
 from minisgl.errors import WorkerError
-from minisgl.message import BackendReadyMsg, BaseBackendMsg, BaseTokenizerMsg, BatchTokenizerMsg, DetokenizeMsg, UserMsg
+from minisgl.message import BackendReadyMsg, BaseBackendMsg, BaseTokenizerMsg, BatchTokenizerMsg, DetokenizeMsg, StatsMsg, UserMsg
 from minisgl.scheduler.agreement import DivergedError, steps_path
 from minisgl.scheduler.config import SchedulerConfig
 from minisgl.scheduler.scheduler import Scheduler
 from minisgl.server.child import PRIMARY, Child, Divergence, Order
 from minisgl.server.options import STEP_TIMEOUT_S
+from minisgl.server.scheduler_stats import StatsKeeper
 from minisgl.utils.heartbeat import BEAT_S, Heart, PulseReader
 
 __all__ = ["ServedScheduler", "serve_scheduler"]
@@ -39,6 +40,7 @@ class ServedScheduler(Scheduler):
         """while the model is tried out: what is still to be heard"""
         self._trial_replies: list[BaseTokenizerMsg] = []
         self._rank = config.tp_info.rank
+        self._stats = StatsKeeper() if config.tp_info.is_primary() else None
         self._is_primary_busy: Callable[[], bool] | None = None
         self._num_looks = 0
         super().__init__(config, engine)
@@ -69,18 +71,36 @@ class ServedScheduler(Scheduler):
                 raise DivergedError(self.step_digests()[0] + 1, "waiting", self._rank)
 
     def receive_msg(self, blocking: bool = False) -> list[BaseBackendMsg]:
-        """As the base class. A step lasts from one call's end to the next call's; none does while the call waits for a message."""
+        """As the base class. A step lasts from one call's end to the next call's; none does while the call waits for a message.
+
+        Now and then the numbers for the API are sent before.
+        """
         if self._trial is not None:
             heard, self._trial = self._trial, []
             if heard:
                 self.note_frames([BaseBackendMsg.encoder(message) for message in heard])
             return heard or super().receive_msg(False)  # digests of the trial are compared as any other
+        if self._stats is not None and self._stats.end_turn(is_idle=blocking):
+            num_running = self.num_unfinished - self.num_waiting
+            self.send_result(StatsMsg(self._stats.stats(num_running, self.num_waiting, self.num_retractions, self.page_counts)))
         if blocking:
             self._heart.end_step()
             self._num_looks = 0
         messages = super().receive_msg(blocking)
+        if self._stats is not None:
+            self._stats.begin_turn(message.uid for message in messages if isinstance(message, UserMsg))
         self._heart.begin_step()
         return messages
+
+    def note_admission(self, req: Req) -> None:
+        """As the base class. The trial does not count."""
+        if self._stats is not None and self._trial is None:
+            self._stats.note_admission(req)
+
+    def note_handled(self, is_decode: bool) -> None:
+        """As the base class. The trial does not count."""
+        if self._stats is not None and self._trial is None:
+            self._stats.note_handled(is_decode)
 
     def send_result(self, reply: BaseTokenizerMsg) -> None:
         """As the base class."""

@@ -34,6 +34,8 @@ from minisgl.message import (
     FlushBackendMsg,
     FlushCacheMsg,
     PromptLogprobsMsg,
+    StatsMsg,
+    StatsReply,
     TokenizedMsg,
     TokenizeMsg,
     UserMsg,
@@ -77,6 +79,7 @@ class TokenizerWorker:
         """accepted requests that have not ended"""
         self._replies: list[UserReply] = []
         self._orders: list[UserMsg | AbortBackendMsg | FlushBackendMsg] = []
+        self._stats: StatsReply | None = None
 
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop` is set and one more message has come. Raises ConfigError if the inbox cannot be bound."""
@@ -99,6 +102,9 @@ class TokenizerWorker:
                 frontend.put(reply)
         elif replies:
             frontend.put(replies[0] if len(replies) == 1 else BatchFrontendMsg(replies))
+        if self._stats is not None:
+            frontend.put(self._stats)
+            self._stats = None
         if orders:
             backend.put(orders[0] if len(orders) == 1 else BatchBackendMsg(list(orders)))
 
@@ -121,6 +127,8 @@ class TokenizerWorker:
                 self._orders.append(FlushBackendMsg(each.uid))
             elif isinstance(each, CacheFlushedMsg):
                 self._replies.append(_flush_reply(each))
+            elif isinstance(each, StatsMsg):
+                self._stats = StatsReply(each.stats)
             elif isinstance(each, BackendReadyMsg):
                 self._limits = each
                 self._encoders.announce(each)

@@ -25,6 +25,10 @@ from minisgl.message import (
     BatchTokenizerMsg,
     DetokenizeMsg,
     ExitMsg,
+    Histogram,
+    SchedulerStats,
+    StatsMsg,
+    StatsReply,
     TokenizeMsg,
     UserMsg,
     UserReply,
@@ -58,6 +62,10 @@ PLAIN = [
     UserReply(uid=9, kind="rejected", status=400, code="context_length_exceeded", message="5 found, 4 allowed"),
     BatchFrontendMsg(data=[UserReply(uid=7, kind="delta", text="a"), UserReply(uid=7, kind="final", finish_reason="length")]),
 ]
+
+TIMES = Histogram([0.1, 1.0], [3, 0, 2], 7.5)
+STATS = SchedulerStats(1, 2, 0.25, 4, 5, 6, TIMES, Histogram.of(), Histogram.of(0.5))
+PLAIN += [StatsMsg(STATS), StatsReply(STATS)]
 
 
 def base_of(message):

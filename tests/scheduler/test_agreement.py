@@ -157,7 +157,7 @@ def test_a_rank_that_differs_is_caught_at_the_step_that_shows_it_and_named_with_
 # Nothing to report
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.timeout(300)
 def test_2000_random_steps_are_planned_alike_on_every_rank_and_replayed_also_if_one_was_stopped(size, tmp_path):
     draw = random.Random(size)

@@ -58,7 +58,7 @@ def main(child: Child) -> None:
     if os.environ["ENGINE"] == "real":
         engine = make_engine(config, config.rendezvous_path)
     else:
-        engine = ForgetfulEngine(replace(BYTE_LIMITS, max_seq_len=4000))
+        engine = ForgetfulEngine(replace(BYTE_LIMITS, num_pages=40_000, max_seq_len=32_000))
         make_private_directory(config.rendezvous_path.parent)
         engine.cpu_group = join_groups(config.tp_info, config.rendezvous_path, torch.device("cpu")).cpu
     is_faulty = config.tp_info.rank == 1

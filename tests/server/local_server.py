@@ -31,12 +31,14 @@ from minisgl.message import (
     BatchTokenizerMsg,
     DetokenizeMsg,
     UserMsg,
+    UserReply,
 )
 from minisgl.scheduler.config import SchedulerConfig
 from minisgl.server.api_process import make_server
 from minisgl.server.app import create_app
 from minisgl.server.defaults import SamplingDefaults
 from minisgl.server.frontend import Frontend
+from minisgl.server.http_options import HttpOptions
 from minisgl.tokenizer.chat_template import ChatTemplate
 from minisgl.tokenizer.worker import TokenizerWorker, WorkerAddresses
 from minisgl.utils import ZmqPullQueue, ZmqPushQueue, ipc_address
@@ -126,7 +128,8 @@ class Tap:
             with contextlib.suppress(TimeoutError):
                 frame = self._inbox.get_raw(0.05)
                 message = self._inbox.decode(frame)
-                for reply in message.data if isinstance(message, BatchFrontendMsg) else [message]:
+                replies = message.data if isinstance(message, BatchFrontendMsg) else [message]
+                for reply in (each for each in replies if isinstance(each, UserReply)):
                     self.accepted[reply.uid] += reply.kind == "accepted"
                     self.finals[reply.uid] += reply.kind == "final" and reply.num_prompt_tokens > 0
                 self._outbox.put_raw(frame)
@@ -191,7 +194,9 @@ def chat_body(content: str = "Hello", **body) -> dict:
 
 
 @contextlib.contextmanager
-def local_server(*, is_open: bool = True, defaults: SamplingDefaults | None = None) -> Iterator[LocalServer]:
+def local_server(
+    *, is_open: bool = True, defaults: SamplingDefaults | None = None, options: HttpOptions | None = None
+) -> Iterator[LocalServer]:
     """Start all of it; at the end, check that no request is left over and that each had one ending."""
     config = SchedulerConfig(_unique_suffix=f"test-{secrets.token_hex(4)}", backend_create_detokenizer_link=False)
     with contextlib.ExitStack() as stack:
@@ -200,7 +205,7 @@ def local_server(*, is_open: bool = True, defaults: SamplingDefaults | None = No
         scheduler = FakeScheduler(inbox, outbox)
         tap = stack.enter_context(_tap(config))
         stack.enter_context(_tokenizer(config, scheduler))
-        with _api(config, scheduler, defaults) as server:
+        with _api(config, scheduler, defaults, options or HttpOptions()) as server:
             if is_open:
                 server.call_in_loop(server.frontend.open_doors)
             yield server
@@ -248,7 +253,9 @@ def _tokenizer(config: SchedulerConfig, scheduler: FakeScheduler) -> Iterator[No
 
 
 @contextlib.contextmanager
-def _api(config: SchedulerConfig, scheduler: FakeScheduler, defaults: SamplingDefaults | None) -> Iterator[LocalServer]:
+def _api(
+    config: SchedulerConfig, scheduler: FakeScheduler, defaults: SamplingDefaults | None, options: HttpOptions
+) -> Iterator[LocalServer]:
     started = threading.Event()
     loops: list[asyncio.AbstractEventLoop] = []
 
@@ -261,8 +268,8 @@ def _api(config: SchedulerConfig, scheduler: FakeScheduler, defaults: SamplingDe
         loops[0].call_soon_threadsafe(lambda: (function(*arguments), done.set()))
         assert done.wait(WAIT)
 
-    frontend = Frontend(config.zmq_frontend_addr, config.zmq_detokenizer_addr)
-    uvicorn_server = make_server(create_app(frontend, MODEL, on_started, defaults))
+    frontend = Frontend(config.zmq_frontend_addr, config.zmq_detokenizer_addr, options)
+    uvicorn_server = make_server(create_app(frontend, MODEL, on_started, defaults, options=options), options)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]})
         thread.start()

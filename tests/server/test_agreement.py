@@ -20,7 +20,7 @@ from tests.server.server_process import END_S, START_S, server_process, started,
 pytestmark = [pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="reads /proc"), pytest.mark.timeout(300)]
 
 PROCESS = "tests.server.faulty_rank_process"
-BODY = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2000, "ignore_eos": True, "seed": 1}
+BODY = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 20_000, "ignore_eos": True, "seed": 1}
 
 
 @pytest.fixture(scope="module")

@@ -302,7 +302,7 @@ def test_a_prompt_that_can_never_fit_is_a_400_with_both_numbers_before_any_heade
 
 
 def test_a_body_that_is_too_long_is_a_413(server):
-    response = server.client.post(URL, content=b" " * (32 * 1024 * 1024 + 1))
+    response = server.client.post(URL, content=b" " * (16 * 1024 * 1024 + 1))
     assert (response.status_code, error_of(response)["code"]) == (413, "request_too_large")
 
 

@@ -260,7 +260,7 @@ def longest_gap(lines, future):
     return longest
 
 
-def repeated(start, middle, end, num_bytes=27_000_000):
+def repeated(start, middle, end, num_bytes=16_000_000):
     """A body of about so many bytes."""
     return start + middle * (num_bytes // len(middle)) + end
 
@@ -285,15 +285,15 @@ def post_elsewhere(url, route, content):
 
 HUGE_CASES = [
     pytest.param("/v1/completions", (b'{"max_tokens":1,"prompt":"', b"x", b'"}', 5_000_000), 200, id="5 MB"),
-    pytest.param("/v1/completions", (b'{"max_tokens":1,"prompt":"', b"x", b'"}'), 200, id="27 MB", marks=pytest.mark.slow),
+    pytest.param("/v1/completions", (b'{"max_tokens":1,"prompt":"', b"x", b'"}'), 200, id="16 MB", marks=pytest.mark.slow),
     pytest.param("/tokenize", (b'{"prompt":"', b"1,", b'"}', 5_000_000), 200, id="only ids"),
-    pytest.param("/tokenize", (b'{"prompt":"', b"x", b'"}'), 200, id="27 MB, only ids", marks=pytest.mark.slow),
+    pytest.param("/tokenize", (b'{"prompt":"', b"x", b'"}'), 200, id="16 MB, only ids", marks=pytest.mark.slow),
     pytest.param("/detokenize", (b'{"tokens":[', b"97,", b"97]}", 3_000_000), 200, id="only text", marks=pytest.mark.slow),
-    pytest.param("/detokenize", (b'{"tokens":[', b"97,", b"97]}"), 413, id="27 MB of ids"),
-    pytest.param("/v1/completions", (b'{"prompt":[', b"[],", b"[]]}"), 413, id="27 MB of empty prompts"),
-    pytest.param("/v1/completions", (b'{"prompt":[', b'"\\"",', b'""]}'), 413, id="27 MB of short texts", marks=pytest.mark.slow),
+    pytest.param("/detokenize", (b'{"tokens":[', b"97,", b"97]}"), 413, id="16 MB of ids"),
+    pytest.param("/v1/completions", (b'{"prompt":[', b"[],", b"[]]}"), 413, id="16 MB of empty prompts"),
+    pytest.param("/v1/completions", (b'{"prompt":[', b'"\\"",', b'""]}'), 413, id="16 MB of short texts", marks=pytest.mark.slow),
     pytest.param(
-        "/v1/chat/completions", (b'{"messages":[', b'{"role":"user"},', b"1]}"), 413, id="27 MB of messages", marks=pytest.mark.slow
+        "/v1/chat/completions", (b'{"messages":[', b'{"role":"user"},', b"1]}"), 413, id="16 MB of messages", marks=pytest.mark.slow
     ),
 ]
 
@@ -318,6 +318,6 @@ def test_a_prompt_that_can_never_fit_is_refused_untokenized(tmp_path):
         server.wait_until_ready()
         with httpx.Client(base_url=server.url, timeout=END_S) as client, ThreadPoolExecutor(1) as thread:
             for _ in range(3):
-                huge = thread.submit(httpx.post, f"{server.url}/v1/completions", json={"prompt": "x" * 27_000_000}, timeout=END_S)
+                huge = thread.submit(httpx.post, f"{server.url}/v1/completions", json={"prompt": "x" * 16_000_000}, timeout=END_S)
                 assert slowest_health(client, huge) < PROMPT_S
                 assert (huge.result().status_code, huge.result().json()["error"]["code"]) == (413, "request_too_large")

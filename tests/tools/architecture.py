@@ -23,6 +23,7 @@ ONLY_IN = {
     "fastapi": ("server",),
     "starlette": ("server",),
     "uvicorn": ("server",),
+    "prometheus_client": ("server",),
     "prompt_toolkit": ("chat",),
     "rich": ("chat",),
     "triton": ("kernel",),
