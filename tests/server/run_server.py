@@ -15,6 +15,8 @@ from minisgl.scheduler.config import SchedulerConfig
 from minisgl.server.launcher import CHILD_MODULES, serve
 from minisgl.server.options import ServerOptions
 
+TOKENIZER = "tests.server.tallied_tokenizer_process"
+
 
 def say(line: str) -> None:
     sys.stdout.write(f"{line}\n")
@@ -28,7 +30,7 @@ def main(model_dir: str, suffix: str, scheduler_module: str, options_json: str) 
     config = SchedulerConfig(model_path=model_dir, _unique_suffix=suffix, backend_create_detokenizer_link=False, **own)
     options = ServerOptions(config, port=0, **settings)
     try:
-        return serve(options, say=say, child_modules={**CHILD_MODULES, "scheduler": scheduler_module})
+        return serve(options, say=say, child_modules={**CHILD_MODULES, "tokenizer": TOKENIZER, "scheduler": scheduler_module})
     except MinisglError as error:
         sys.stderr.write(f"error: {error}\n")
         return 1

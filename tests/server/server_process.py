@@ -14,6 +14,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -98,6 +99,7 @@ class ServerProcess:
         modules = [Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[2].decode().rpartition(".")[2] for pid in pids]
         for place, (pid, module) in enumerate(zip(pids, modules, strict=True)):
             name, before = module.removesuffix("_process"), modules[:place]
+            name = name.removeprefix("tallied_")
             if name == "encoder":
                 name = f"tokenizer {1 + before.count(module)}"
             elif name == "tokenizer":
@@ -144,8 +146,22 @@ def server_process(
     """Start `run_server.py` with these fields of ServerOptions, in a process group of its own. Not waited for."""
     suffix = suffix or f"test-{secrets.token_hex(4)}"
     words = ["tests.server.run_server", str(model_dir), suffix, scheduler, json.dumps(options or {})]
-    with started(words, suffix, **environment) as server:
-        yield server
+    with tempfile.TemporaryDirectory() as folder:
+        tally = Path(folder) / "tally"
+        with started(words, suffix, **{"TALLY": str(tally), **environment}) as server:
+            yield server
+            check_endings(server, tally)
+
+
+def check_endings(server: ServerProcess, tally: Path) -> None:
+    """No request has ended twice; and if the server still serves, all that were accepted end now that their clients have gone."""
+
+    def read() -> dict:
+        return json.loads(tally.read_text()) if tally.is_file() else {"wrong": [], "open": []}
+
+    is_serving = server.url and server.process.poll() is None and all(map(is_running, server.children.values()))
+    assert not is_serving or wait_until(lambda: read()["open"] == []), read()
+    assert read()["wrong"] == []
 
 
 @contextlib.contextmanager
