@@ -91,7 +91,7 @@ def measure(url: str, streams: int, num_tokens: int, repeats: int) -> dict[str, 
         command = [sys.executable, "-m", "minisgl", "bench", "serve", "--url", url, *load, *answers]
         subprocess.run(list(map(str, command)), check=True)
         found: dict[str, Any] = json.loads(report.read_text(encoding="utf-8"))
-        return found
+        return {name: value for name, value in found.items() if name not in ("command", "url")}  # of this run's temporary places
 
 
 def main() -> None:
