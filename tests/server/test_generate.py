@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from minisgl.core import SamplingParams
@@ -39,6 +41,26 @@ def test_a_stream_brings_ids_as_they_come_and_ends_with_the_usage(server):
     assert [event["finish_reason"] for event in events] == [None] * (len(events) - 1) + ["stop"]
     assert [event["usage"] for event in events] == [None] * (len(events) - 1) + [USAGE]
     assert len({event["id"] for event in events}) == 1
+
+
+def test_the_bytes_of_a_stream(server):
+    with server.client.stream("POST", URL, json={"prompt": "ab", "stream": True}) as response:
+        uid = server.scheduler.hear_request().uid
+        blocks = response.iter_bytes()
+        found = next(blocks)
+        server.scheduler.say(uid, "x")
+        while b'"x"' not in found:
+            found += next(blocks)
+        server.scheduler.end(uid, "length", token=ord("\n"))
+        found += b"".join(blocks)
+    name = json.loads(found.split(b"\n\n")[0].removeprefix(b"data: "))["id"].encode()
+    usage = b'{"prompt_tokens":2,"completion_tokens":2,"total_tokens":4,"prompt_tokens_details":{"cached_tokens":0}}'
+    assert found == (
+        b'data: {"id":"%b","text":"","token_ids":[],"finish_reason":null,"usage":null}\n\n'
+        b'data: {"id":"%b","text":"x","token_ids":[120],"finish_reason":null,"usage":null}\n\n'
+        b'data: {"id":"%b","text":"\\n","token_ids":[10],"finish_reason":"length","usage":%b}\n\n'
+        b"data: [DONE]\n\n"
+    ) % (name, name, name, usage)
 
 
 def test_log_probabilities_of_output_and_prompt(server):
