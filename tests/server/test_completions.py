@@ -299,3 +299,36 @@ def test_a_failure_of_one_output_in_mid_stream_is_the_last_event():
         assert "error" in lines[-1]
         assert '"finish_reason":"' not in "".join(lines)
         assert response.headers["connection"] == "close"
+
+
+# ---- shapes that clients send ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("stop", "wanted"), [("1", ("1",)), (["1"], ("1",)), (list("abcde"), tuple("abcde")), ([], ()), (None, ())])
+def test_a_stop_is_a_text_or_a_list_of_texts_however_much_it_looks_like_an_id(server, stop, wanted):
+    answer = server.ask("/v1/completions", {"prompt": "x", "stop": stop})
+    request = server.scheduler.hear_request()
+    assert (request.sampling_params.stop, request.sampling_params.stop_token_ids) == (wanted, ())
+    server.scheduler.end(request.uid)
+    assert answer.result(WAIT).status_code == 200
+
+
+@pytest.mark.parametrize("limit", [{}, {"max_tokens": None}])
+def test_no_limit_or_null_is_sixteen_tokens(server, limit):
+    answer = server.ask("/v1/completions", {"prompt": "x", **limit})
+    request = server.scheduler.hear_request()
+    assert request.sampling_params.max_tokens == 16
+    server.scheduler.end(request.uid)
+    assert answer.result(WAIT).status_code == 200
+
+
+def test_a_chat_of_one_token_has_its_role_its_text_and_one_ending(server):
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1, "stream": True}
+    with server.client.stream("POST", "/v1/chat/completions", json=body) as response:
+        uid = server.scheduler.hear_request().uid
+        server.scheduler.end(uid, "length", token=ord("y"))
+        choices = [event["choices"][0] for event in server.events(response)]
+    assert choices[0]["delta"] == {"role": "assistant", "content": ""}
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == "y"
+    assert choices[-1]["delta"] == {}
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
