@@ -13,7 +13,7 @@ import torch
 __all__ = ["can_pack", "pack", "packed_linear"]
 
 ROWS_HINT = 64
-"""Rows that the layout is chosen for. It serves 1 to 512 rows well: see docs/performance.md."""
+"""Rows that the layout is chosen for; measured for 1 to 128 rows, see docs/performance.md."""
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:

@@ -16,7 +16,7 @@ from minisgl.layers.base import BaseOP, Spec
 __all__ = ["FusedLinear", "Linear", "RowLinear", "divide", "linear"]
 
 TRANSPOSED_ROWS = range(2, 65)
-"""On a CPU, row counts for which (W @ x.T).T beats F.linear: its blocking suits tall times skinny (see docs/performance.md)."""
+"""On a CPU, row counts for which (W @ x.T).T beats F.linear: its blocking suits tall times skinny. Only where matrices are not packed."""
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
