@@ -17,7 +17,8 @@ import torch.nn.functional as F
 
 from minisgl.attention.base import BaseAttentionBackend
 from minisgl.core import Batch, Int32Array
-from minisgl.kernel.reference import kv_rows, write_rows
+from minisgl.kernel.reference import kv_rows
+from minisgl.kvcache.pool import KVPool
 
 __all__ = ["TorchAttention"]
 
@@ -52,6 +53,14 @@ class _Metadata:
 class TorchAttention(BaseAttentionBackend):
     """`F.scaled_dot_product_attention` over gathered pages."""
 
+    def __init__(self, pool: KVPool, page_table: torch.Tensor) -> None:
+        super().__init__(pool, page_table)
+        num_layers, head_dim = len(pool.k), pool.k.shape[-1]
+        self._slots = [tuple(t[layer].view(-1, head_dim) for t in (pool.k, pool.v)) for layer in range(num_layers)]
+        """per layer: K and V seen as rows [P * K * page_size, D], one per token and head"""
+        self._pages = [tuple(t[layer].view(-1, pool.page_size * head_dim) for t in (pool.k, pool.v)) for layer in range(num_layers)]
+        """per layer: K and V seen as rows [P * K, page_size * D], one per page and head"""
+
     def prepare(self, batch: Batch) -> _Metadata:
         cached, extend = batch.cached_lens, batch.extend_lens
         starts = np.cumsum(extend) - extend
@@ -82,35 +91,32 @@ class TorchAttention(BaseAttentionBackend):
         return _Group(torch.from_numpy(tokens.reshape(-1)).to(device), gather.reshape(-1), mask, unused, len(lengths), num_new)
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, metadata: _Metadata) -> torch.Tensor:
-        k_pool, v_pool = self.pool.k[layer], self.pool.v[layer]
-        write_rows(k_pool, k, metadata.write_rows)
-        write_rows(v_pool, v, metadata.write_rows)
+        for rows, new in zip(self._slots[layer], (k, v), strict=True):
+            rows.index_copy_(0, metadata.write_rows, new.reshape(-1, new.shape[-1]))
         if len(metadata.groups) == 1:
-            return self._attend(q, k_pool, v_pool, metadata.groups[0])
+            return self._attend(q, layer, metadata.groups[0])
         out = torch.empty_like(q)
         for group in metadata.groups:
-            out[group.tokens] = self._attend(q[group.tokens], k_pool, v_pool, group)
+            out[group.tokens] = self._attend(q[group.tokens], layer, group)
         return out
 
-    def _attend(self, q: torch.Tensor, k_pool: torch.Tensor, v_pool: torch.Tensor, group: _Group) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, layer: int, group: _Group) -> torch.Tensor:
         """q [B * N, H, D] of the group's tokens in order -> the same shape."""
-        num_pages, num_kv_heads, page_size, head_dim = k_pool.shape
-        num_rows, num_new, num_heads = group.num_rows, group.num_new, q.shape[1]
+        num_rows, num_new, num_heads, head_dim = group.num_rows, group.num_new, q.shape[1], q.shape[2]
+        num_kv_heads = self.pool.k.shape[2]
         packed = num_heads // num_kv_heads
-        k, v = (
-            pool.view(num_pages * num_kv_heads, page_size * head_dim)
-            .index_select(0, group.gather)
-            .view(num_rows, num_kv_heads, -1, head_dim)
-            for pool in (k_pool, v_pool)
-        )
+        k, v = (pages.index_select(0, group.gather).view(num_rows, num_kv_heads, -1, head_dim) for pages in self._pages[layer])
         if group.unused is not None:
             rows, keys = group.unused
             k[rows, :, keys] = 0
             v[rows, :, keys] = 0
+        if num_new == 1:
+            grouped = q.reshape(num_rows, num_kv_heads, packed, head_dim)
+            return F.scaled_dot_product_attention(grouped, k, v, attn_mask=group.mask).reshape(num_rows, num_heads, head_dim)
         grouped = q.view(num_rows, num_new, num_kv_heads, packed, head_dim).permute(0, 2, 3, 1, 4)
         grouped = grouped.reshape(num_rows, num_kv_heads, packed * num_new, head_dim)
         mask = group.mask
-        if mask is not None and num_new > 1:
+        if mask is not None:
             mask = mask.unsqueeze(2).expand(-1, -1, packed, -1, -1).reshape(num_rows, 1, packed * num_new, -1)
         out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask)
         out = out.view(num_rows, num_kv_heads, packed, num_new, head_dim).permute(0, 3, 1, 2, 4)

@@ -1,0 +1,17 @@
+"""Triton kernels are tested on the GPU, or, without one, in Triton's interpreter. Decorated functions read the variable when imported."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+    from tests.tools.triton_interpreter import install
+
+    install()
+
+
+@pytest.fixture(scope="session")
+def device():
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
