@@ -61,9 +61,9 @@ class InstantEngine:
 
 
 def scheduler_process() -> int:
-    """The child in place of `minisgl.server.scheduler_process`."""
-    from minisgl.server.child import Child, run_child
-    from minisgl.server.served_scheduler import ServedScheduler, serve_scheduler
+    """The child in place of `minisgl.processes.scheduler_process`."""
+    from minisgl.processes.child import Child, run_child
+    from minisgl.processes.served_scheduler import ServedScheduler, serve_scheduler
 
     def run(child: Child) -> None:
         serve_scheduler(child, ServedScheduler(child.config, InstantEngine(), child.heart))

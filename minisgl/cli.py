@@ -70,6 +70,7 @@ ENGINE_FLAGS = (
         ("--max-extend-tokens-beside-decode",),
         "most prompt tokens of one step while other answers are being written and wait for it; 0: 2048 on CUDA, 128 on a CPU",
     ),
+    _Flag("cuda_graph_max_bs", ("--cuda-graph-max-bs",), "largest decode step, in requests, that is a CUDA graph; 0: none is"),
     _Flag("reserve_tokens", ("--reserve-tokens",), "tokens of answer for which room is kept when a further request is admitted"),
     _Flag("cache_type", ("--cache-type", "--cache"), "radix: equal beginnings of prompts are computed once; naive: never", CACHE_TYPES),
     _Flag("attention_backend", ("--attention-backend", "--attn"), "name of the attention implementation; auto: the best that runs here"),
@@ -91,7 +92,7 @@ HTTP_FLAGS = (
     _Flag("keep_alive_timeout", ("--keep-alive-timeout",), "seconds that an idle connection stays open"),
     _Flag("cors_origin", ("--cors-origin",), "origins, with commas between them, whose web pages may use the server; *: all; empty: none"),
 )
-PLAN_NAMES = ("dtype", "device", "max_seq_len", "max_running_req", "page_size", "num_pages", "memory_ratio")
+PLAN_NAMES = ("dtype", "device", "max_seq_len", "max_running_req", "page_size", "num_pages", "memory_ratio", "cuda_graph_max_bs")
 PLAN_FLAGS = tuple(flag for flag in ENGINE_FLAGS if flag.name in PLAN_NAMES)
 """Those that a memory plan depends on."""
 
@@ -126,9 +127,6 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=DEFAULT_PORT, help="TCP port to listen on; 0: any free one, which is printed")
     parser.add_argument("--config", metavar="FILE", help="YAML file with settings, named as the flags; flags given here win")
     parser.add_argument("--served-model-name", metavar="NAME", help="what clients call the model; default: its name without its path")
-    parser.add_argument(
-        "--tp", "--tensor-parallel-size", dest="tp", type=int, default=1, help="ranks: processes that share the model (default: 1)"
-    )
     parser.add_argument(
         "--num-tokenizer",
         type=int,
@@ -233,6 +231,9 @@ def _add_config_flags(group: Any, flags: Sequence[_Flag], config: type = Schedul
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
+    group.add_argument(
+        "--tp", "--tensor-parallel-size", dest="tp", type=int, default=1, help="ranks: processes that share the model (default: 1)"
+    )
     _add_config_flags(group, ENGINE_FLAGS)
     group.add_argument(
         "--overlap",
@@ -287,6 +288,13 @@ def _engine_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(arguments, name) for name in names}
 
 
+def _llm_settings(arguments: argparse.Namespace, model: str | None) -> dict[str, Any]:
+    """What `LLM` is to be told. A wrong flag is told here, before torch is loaded."""
+    settings = {"model_path": model, **_engine_settings(arguments)}
+    SchedulerConfig(tp_info=DistributedInfo(0, arguments.tp), **settings)
+    return {"tp_size": arguments.tp, **settings}
+
+
 def _configure_logging(level: int) -> None:
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
 
@@ -310,7 +318,8 @@ def _refuse_without_effect(arguments: argparse.Namespace, names: Sequence[str], 
 
 def _serve(arguments: argparse.Namespace) -> int:
     if arguments.shell:
-        others = set(vars(arguments)) - set(_engine_settings(arguments)) - {"command", "run", "shell", "config", "model", "model_argument"}
+        known = {*_engine_settings(arguments), "tp", "command", "run", "shell", "config", "model", "model_argument"}
+        others = set(vars(arguments)) - known
         _refuse_without_effect(arguments, sorted(others), "with --shell, which serves nobody")
         return _chat_locally(arguments, has_history=True)
     from minisgl.server.launcher import serve
@@ -334,7 +343,7 @@ def _chat(arguments: argparse.Namespace) -> int:
     if url is None or not openai_server.is_url(url):
         _refuse_without_effect(arguments, ["api_key"], "without a URL")
         return _chat_locally(arguments, has_history=arguments.history)
-    _refuse_without_effect(arguments, list(_engine_settings(arguments)), "with a URL: the server has its own settings")
+    _refuse_without_effect(arguments, ["tp", *_engine_settings(arguments)], "with a URL: the server has its own settings")
     key = env.api_key() if arguments.api_key is None else arguments.api_key
     connect = partial(openai_server.connect, url, arguments.model, key)
     return program.main(connect, url, env.chat_history() if arguments.history else None)
@@ -344,14 +353,13 @@ def _chat_locally(arguments: argparse.Namespace, *, has_history: bool) -> int:
     from minisgl.chat import backend, program
 
     model = _named_model(arguments)
-    settings = _engine_settings(arguments)
-    SchedulerConfig(model_path=model, **settings)  # a wrong flag is told before torch is loaded
+    settings = _llm_settings(arguments, model)
     name = "the embedded model" if model is None else model
 
     def make() -> backend.LocalBackend:
         from minisgl.llm import LLM
 
-        llm = LLM(model_path=model, **settings)
+        llm = LLM(**settings)
         return backend.LocalBackend(llm, name, read_defaults(str(llm.config.model_path)).values)
 
     _configure_logging(logging.WARNING)
@@ -364,14 +372,14 @@ def _say(line: str) -> None:
 
 def _generate(arguments: argparse.Namespace) -> int:
     params = SamplingParams(max_tokens=arguments.max_tokens)
-    SchedulerConfig(model_path=arguments.model, **_engine_settings(arguments))  # a wrong flag is told before torch is loaded
+    settings = _llm_settings(arguments, arguments.model)
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     if not prompt.strip():
         raise ConfigError("PROMPT: nothing found; give a question, or - and the question on standard input")
     from minisgl.llm import LLM
 
     _configure_logging(logging.WARNING)
-    with LLM(model_path=arguments.model, **_engine_settings(arguments)) as llm:
+    with LLM(**settings) as llm:
         start, num_tokens, error = time.monotonic(), 0, None
         for chunk in llm.stream([{"role": "user", "content": prompt}], params):
             print(chunk.text, end="", flush=True)
@@ -388,12 +396,11 @@ def _generate(arguments: argparse.Namespace) -> int:
 
 
 def _bench_offline(arguments: argparse.Namespace) -> int:
-    settings = _engine_settings(arguments)
-    SchedulerConfig(model_path=arguments.model, **settings)  # a wrong flag is told before torch is loaded
+    settings = _llm_settings(arguments, arguments.model)
     from minisgl.llm import LLM
 
     _configure_logging(logging.WARNING)
-    return offline.main(arguments, partial(LLM, model_path=arguments.model, **settings))
+    return offline.main(arguments, partial(LLM, **settings))
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -6,12 +6,17 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["api_key", "cache_dir", "chat_history", "is_overlap_disabled"]
+__all__ = ["api_key", "cache_dir", "chat_history", "is_overlap_disabled", "is_pdl_disabled"]
 
 
 def is_overlap_disabled() -> bool:
     """MINISGL_DISABLE_OVERLAP_SCHEDULING=1: handle a step's results before the next step is planned."""
     return os.environ.get("MINISGL_DISABLE_OVERLAP_SCHEDULING", "") not in ("", "0")
+
+
+def is_pdl_disabled() -> bool:
+    """MINISGL_DISABLE_PDL=1: on a GPU, no kernel begins before the one before it has ended."""
+    return os.environ.get("MINISGL_DISABLE_PDL", "") not in ("", "0")
 
 
 def cache_dir() -> Path:

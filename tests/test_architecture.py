@@ -22,7 +22,7 @@ LEVELS = read_levels((ROOT / "docs" / "architecture.md").read_text(encoding="utf
 EXCEPTIONS: dict[str, str] = {}
 """A finding, without its line number (`scheduler/io.py: run has 61 code lines; …`) -> the reason why it may stand."""
 
-BUDGETS = {"": 12_000, "kernel": 3_000, "server": 2_500}
+BUDGETS = {"": 14_000, "kernel": 3_000, "server": 2_500}
 """Package ("" is all of it) -> its code lines stay below or at this."""
 
 IMPORT_NAMES = {"pyzmq": "zmq", "pyyaml": "yaml", "prometheus-client": "prometheus_client"}
@@ -158,7 +158,7 @@ def test_package_runs_as_a_program():
     assert importlib.util.find_spec("minisgl.__main__")
 
 
-@pytest.mark.parametrize("module", ["message", "utils", "tokenizer", "server", "cli"])
+@pytest.mark.parametrize("module", ["message", "utils", "tokenizer", "processes", "server", "cli"])
 def test_process_that_needs_no_tensors_starts_without_torch(module):
     code = f"import sys, minisgl.{module}; print(sorted({{'torch', 'transformers'}} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)

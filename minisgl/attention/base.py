@@ -8,7 +8,7 @@ Letters: T new tokens, B rows, H query heads, K KV heads, D head dim.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,6 +20,9 @@ __all__ = ["BaseAttentionBackend"]
 
 class BaseAttentionBackend(ABC):
     """Stores new K/V into pages and attends over a row's pages, causally."""
+
+    supports_graphs: ClassVar[bool] = False
+    """Attends over fixed buffers too, and over K/V that another kernel has stored: a decode step can be a CUDA graph."""
 
     def __init__(self, pool: KVPool, page_table: torch.Tensor) -> None:
         """`page_table`: int32 [rows, pages per row] on the pool's device, kept up to date by the engine."""

@@ -19,6 +19,8 @@ from typing import Any, Protocol
 
 from minisgl.bench.machine import hardware, versions
 from minisgl.core import SamplingParams
+from minisgl.engine.base import EngineLimits
+from minisgl.engine.config import DEFAULT_EXTEND_TOKENS
 from minisgl.errors import ConfigError, WorkerError
 from minisgl.scheduler.config import SchedulerConfig
 
@@ -41,7 +43,15 @@ class BenchLLM(Protocol):
     def config(self) -> SchedulerConfig: ...
 
     @property
-    def scheduler(self) -> Any: ...
+    def limits(self) -> EngineLimits: ...
+
+    @property
+    def is_overlapped(self) -> bool: ...
+
+    @property
+    def num_retractions(self) -> int: ...
+
+    def reset_prefix_cache(self) -> None: ...
 
     def generate(self, prompts: list[list[int]], sampling_params: list[SamplingParams], /) -> Sequence[Any]: ...
 
@@ -136,8 +146,8 @@ def run(options: Options, make_llm: Callable[[], BenchLLM], *, say: Callable[[st
 
 def _measure(llm: BenchLLM, workload: Workload, params: list[SamplingParams], number: int, say: Callable[[str], None]) -> dict[str, Any]:
     """One run over the whole workload, with nothing left of the runs before it."""
-    llm.scheduler.reset_prefix_cache()
-    num_retractions = llm.scheduler.num_retractions
+    llm.reset_prefix_cache()
+    num_retractions = llm.num_retractions
     start = time.perf_counter()
     results = llm.generate(workload.prompts, params)
     seconds = time.perf_counter() - start
@@ -149,14 +159,14 @@ def _measure(llm: BenchLLM, workload: Workload, params: list[SamplingParams], nu
     return {
         "seconds": round(seconds, 4),
         "output_tokens_per_s": round(num_tokens / seconds, 2),
-        "num_retractions": llm.scheduler.num_retractions - num_retractions,
+        "num_retractions": llm.num_retractions - num_retractions,
         "num_cached_tokens": sum(result.num_cached_tokens for result in results),
     }
 
 
 def _fitting(workload: Workload, llm: BenchLLM) -> Workload:
     """The workload with ids that the model has. Raises ConfigError if its longest request does not fit."""
-    limits = llm.scheduler.engine.limits
+    limits = llm.limits
     most = min(limits.max_seq_len, limits.num_pool_tokens)
     if workload.longest > most:
         raise ConfigError(
@@ -170,19 +180,25 @@ def _fitting(workload: Workload, llm: BenchLLM) -> Workload:
 
 def effective_config(llm: BenchLLM) -> dict[str, Any]:
     """Every setting with the value that counts, 0 and "auto" replaced by what the machine decided."""
-    from minisgl.scheduler.scheduler import DEFAULT_EXTEND_BESIDE_DECODE, DEFAULT_EXTEND_TOKENS
+    import torch
 
-    config, limits = llm.config, llm.scheduler.engine.limits
+    from minisgl.engine.engine import choose_dtype
+    from minisgl.models.config import load_model_config
+    from minisgl.models.resolve import resolve_model
+    from minisgl.scheduler.scheduler import DEFAULT_EXTEND_BESIDE_DECODE
+
+    config, limits = llm.config, llm.limits
     device = limits.device_type
+    dtype = choose_dtype(config, load_model_config(resolve_model(config.model_path)), torch.device(device))
     settings = {name: value for name, value in asdict(config).items() if name not in NOT_REPORTED}
-    weight = next(iter(llm.scheduler.engine.model.state_dict().values()))
     return settings | {
-        "dtype": str(weight.dtype).removeprefix("torch."),
+        "dtype": str(dtype).removeprefix("torch."),
         "device": device,
         "num_pages": limits.num_pages,
         "page_size": limits.page_size,
         "max_seq_len": limits.max_seq_len,
-        "overlap": llm.scheduler.is_overlapped,
+        "overlap": llm.is_overlapped,
+        "tp_size": config.tp_info.size,
         "max_extend_tokens": config.max_extend_tokens or DEFAULT_EXTEND_TOKENS[device],
         "max_extend_tokens_beside_decode": config.max_extend_tokens_beside_decode or DEFAULT_EXTEND_BESIDE_DECODE[device],
     }

@@ -15,6 +15,7 @@ from minisgl.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DEVICES = ("auto", "cpu", "cuda")
+DEFAULT_EXTEND_TOKENS = {"cpu": 256, "cuda": 8192}
 ONE_RANK = DistributedInfo(0, 1)
 
 
@@ -39,6 +40,10 @@ class EngineConfig:
     """Most requests that run at the same time."""
     max_seq_len: int = 0
     """Most tokens of one request, prompt and output together; 0 is the model's context."""
+    max_extend_tokens: int = 0
+    """Most new tokens of one step, longer prompts are computed in chunks; 0 is 8192 on CUDA and 256 on a CPU."""
+    cuda_graph_max_bs: int = 256
+    """Decode steps of at most so many rows are CUDA graphs; 0: none is. Without effect on a CPU."""
     attention_backend: str = "auto"
     """Name in the registry of attention backends, which also checks it; "auto" is the best that runs here."""
     use_dummy_weight: bool = False
@@ -62,6 +67,8 @@ class EngineConfig:
         check_count("max_seq_len", self.max_seq_len, 0, "--max-seq-len")
         if self.max_seq_len == 1:
             raise ConfigError("max_seq_len: 1 found; a prompt and its answer need 2 tokens, or 0 for the context; change --max-seq-len")
+        check_count("max_extend_tokens", self.max_extend_tokens, 0, "--max-extend-tokens")
+        check_count("cuda_graph_max_bs", self.cuda_graph_max_bs, 0, "--cuda-graph-max-bs")
         check_text("attention_backend", self.attention_backend, "--attention-backend")
         check_flag("use_dummy_weight", self.use_dummy_weight, "--dummy-weight")
         check_count("seed", self.seed, 0, "--seed", high=2**63 - 1)

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,15 +19,17 @@ import torch.distributed as dist
 
 from minisgl.attention import BaseAttentionBackend, make_attention_backend
 from minisgl.core import Batch, Context, Int32Array
-from minisgl.distributed import Communicator, make_communicator
+from minisgl.distributed import Communicator, DistributedInfo, make_communicator
 from minisgl.distributed.groups import Groups, join_groups
 from minisgl.engine.base import EngineLimits, StepLogprobs
-from minisgl.engine.config import EngineConfig
+from minisgl.engine.config import DEFAULT_EXTEND_TOKENS, EngineConfig
 from minisgl.engine.logprobs import Logprobs, compute_logprobs
-from minisgl.engine.memory import MemoryPlan, available_bytes, plan_memory
+from minisgl.engine.memory import available_bytes, graph_bytes, graph_sizes, plan_memory
+from minisgl.engine.peak import measure_step
 from minisgl.engine.sampler import Sampler
-from minisgl.errors import ConfigError
+from minisgl.errors import ConfigError, WorkerError
 from minisgl.kernel.packed import can_pack
+from minisgl.kernel.staging import Pending, Readback, Uploader
 from minisgl.kvcache.pool import make_kv_pool
 from minisgl.layers.attention import local_kv_heads
 from minisgl.layers.base import Spec
@@ -37,12 +40,14 @@ from minisgl.models.weights import fill_dummy, load_weights
 from minisgl.tokenizer.loader import load_ids
 from minisgl.utils import make_private_directory
 
+if TYPE_CHECKING:
+    from minisgl.engine.graphs import DecodeGraphs
+
 __all__ = ["Engine", "choose_device", "choose_dtype", "choose_max_seq_len", "make_engine"]
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_PAGE_SIZE = {"cpu": 16, "cuda": 64}
-NO_TOKEN = -1
 PROMPT_LOGITS = 256
 """Prompt tokens whose logits are computed together."""
 
@@ -51,8 +56,8 @@ PROMPT_LOGITS = 256
 class _Step:
     """A step that was launched; reading waits for the device."""
 
-    tokens: torch.Tensor
-    """int64 [S]"""
+    tokens: Pending
+    """[S]"""
     sampled: Logprobs | None
     """of the rows that want them"""
     num_top: list[int]
@@ -67,8 +72,7 @@ class _Step:
         return StepLogprobs(tuple(next(sampled) if count >= 0 else None for count in self.num_top), tuple(prompt))
 
     def read(self) -> Int32Array:
-        result: Int32Array = self.tokens.to(torch.int32).cpu().numpy()
-        return result
+        return self.tokens.read()
 
 
 class Engine:
@@ -81,8 +85,12 @@ class Engine:
         comm: Communicator,
         limits: EngineLimits,
         cpu_group: dist.ProcessGroup | None,
+        max_graph_rows: int = 0,
     ) -> None:
-        """`attention` holds the pool and the page table, int32 [max_running_req + 1, pages per row], that this engine updates."""
+        """`attention` holds the pool and the page table, int32 [max_running_req + 1, pages per row], that this engine updates.
+
+        Decode steps of at most `max_graph_rows` rows are CUDA graphs; 0: none is.
+        """
         self.limits = limits
         self.cpu_group = cpu_group
         self.model = model
@@ -92,7 +100,15 @@ class Engine:
         self._reduce_only = Context(None, None, None, comm)
         self._sampler = Sampler(limits.max_running_req, min(limits.num_known_ids, limits.vocab_size), self._device)
         self._last_tokens = torch.zeros(limits.max_running_req + 1, dtype=torch.int64, device=self._device)
-        """[slots] the token that each slot sampled last"""
+        """[slots] the token that each slot sampled last, and one for padding"""
+        self._upload, self._readback = Uploader(self._device), Readback(self._device)
+        self._graphs: DecodeGraphs | None = None
+        if max_graph_rows:
+            from minisgl.attention.triton_backend import TritonAttention
+            from minisgl.engine.graphs import DecodeGraphs
+
+            assert isinstance(attention, TritonAttention)
+            self._graphs = DecodeGraphs(model, attention, comm, self._sampler, self._last_tokens, max_graph_rows)
 
     def close(self) -> None:
         """Leave the ranks' groups. The memory goes with the object."""
@@ -100,25 +116,41 @@ class Engine:
             dist.destroy_process_group()
 
     def submit(self, batch: Batch) -> _Step:
-        """Compute one step."""
+        """Compute one step; on a GPU, launch it. Raises WorkerError with the step's size if the memory does not suffice."""
+        try:
+            with torch.inference_mode():
+                return self._submit(batch)
+        except torch.OutOfMemoryError as error:
+            size = f"{batch.num_tokens} new tokens of {batch.num_rows} requests"
+            hint = "lower --memory-ratio, --max-extend-tokens or --max-running-requests"
+            raise WorkerError(f"out of memory in a step of {size}; {hint}: {error}") from error
+
+    def _submit(self, batch: Batch) -> _Step:
         rows = batch.sample_rows
         slots, positions = batch.slots[rows], (batch.cached_lens + batch.extend_lens)[rows]
         self._sampler.set_up(batch.setups)
-        with torch.inference_mode():
+        replayed = None if self._graphs is None else self._graphs.run(batch)
+        hidden = None
+        if replayed is not None:
+            logits, tokens = replayed
+            if self._sampler.sample_others(tokens, logits, slots, positions):
+                self._remember(slots, tokens)
+        else:
             hidden = self.forward_hidden(batch)
-            context = self._reduce_only
-            logits = self.model.lm_head.forward(hidden[: len(rows)], context)
+            logits = self.model.lm_head.forward(hidden[: len(rows)], self._reduce_only)
             tokens = self._sampler.sample(logits, slots, positions)
-            self._last_tokens[self._to_device(slots)] = tokens
-            is_finite = torch.isfinite(logits.amax(-1))
-            num_top = self._sampler.num_top(slots)
-            sampled = self._sampled_logprobs(logits, tokens, num_top)
-            prompt = self._prompt_logprobs(hidden[len(rows) :], batch.prompt_targets)
-        return _Step(torch.where(is_finite, tokens, NO_TOKEN), sampled, num_top, prompt)
+            self._remember(slots, tokens)
+        num_top = self._sampler.num_top(slots)
+        sampled = self._sampled_logprobs(logits, tokens, num_top)
+        prompt = [] if hidden is None else self._prompt_logprobs(hidden[len(rows) :], batch.prompt_targets)
+        return _Step(self._readback.start(tokens), sampled, num_top, prompt)
+
+    def _remember(self, slots: Int32Array, tokens: torch.Tensor) -> None:
+        self._last_tokens[self._to_device(slots)] = tokens.clamp(min=0)
 
     def _sampled_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, num_top: list[int]) -> Logprobs | None:
         rows = [row for row, count in enumerate(num_top) if count >= 0]
-        return compute_logprobs(logits[rows], tokens[rows], max(num_top)) if rows else None
+        return compute_logprobs(logits[rows], tokens[rows].clamp(min=0), max(num_top)) if rows else None
 
     def _prompt_logprobs(self, hidden: torch.Tensor, targets: Int32Array) -> list[tuple[Logprobs, list[int]]]:
         """Piece by piece, so that the logits of a long prompt never exist together."""
@@ -137,22 +169,22 @@ class Engine:
     def forward_hidden(self, batch: Batch) -> torch.Tensor:
         """Last hidden states [S + L, hidden] of the sample rows' last tokens, then of the prompt targets' tokens."""
         self._update_page_table(batch)
-        ids = self._to_device(batch.input_ids)
-        owners = self._to_device(batch.slots).repeat_interleave(self._to_device(batch.extend_lens))
-        ids = torch.where(ids < 0, self._last_tokens[owners], ids)
-        context = Context(self._attention, self._attention.prepare(batch), self._to_device(batch.positions), self._comm)
-        last_tokens = (batch.extend_lens.cumsum() - 1)[batch.sample_rows]
+        last_tokens = (batch.extend_lens.cumsum(dtype=np.int32) - 1)[batch.sample_rows]
         wanted = np.concatenate((last_tokens, batch.prompt_targets[:, 0]))
-        return self.model.model.forward(ids, self._to_device(wanted), context)
+        owners = batch.slots.repeat(batch.extend_lens)
+        ids, positions, owners_there, rows = (t.long() for t in self._upload(batch.input_ids, batch.positions, owners, wanted))
+        ids = torch.where(ids < 0, self._last_tokens[owners_there], ids)
+        context = Context(self._attention, self._attention.prepare(batch), positions, self._comm)
+        return self.model.model.forward(ids, rows, context)
 
     def _update_page_table(self, batch: Batch) -> None:
         updates = batch.table_updates
         if len(updates):
-            rows, columns, pages = self._to_device(updates).unbind(1)
+            rows, columns, pages = self._to_device(np.ascontiguousarray(updates)).unbind(1)
             self._attention.page_table[rows, columns] = pages.to(torch.int32)
 
     def _to_device(self, array: Int32Array) -> torch.Tensor:
-        return torch.from_numpy(array).to(device=self._device, dtype=torch.int64)
+        return self._upload(array)[0].long()
 
 
 def make_engine(
@@ -163,7 +195,7 @@ def make_engine(
     log: Callable[[str], None] = logger.info,
 ) -> Engine:
     """Build the engine that `config` describes: (1) read the model's config, (2) allocate and load, (3) join the other ranks,
-    (4) plan memory, (5) pool and backend.
+    (4) plan memory, on a GPU after the largest step has run once, (5) pool, backend and graphs.
 
     `ids`: what `tokenizer.loader.load_ids` gives, from a caller who has the tokenizer. `rendezvous`: a fresh file that all ranks of
     several name. Raises ConfigError or ModelFormatError, with what was found and what is allowed, and WorkerError if the ranks do not
@@ -172,6 +204,8 @@ def make_engine(
     model_dir = resolve_model(config.model_path)
     model_config = load_model_config(model_dir)
     device = choose_device(config)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     page_size = config.page_size or DEFAULT_PAGE_SIZE[device.type]
     max_seq_len = choose_max_seq_len(config, model_config)
     dtype = choose_dtype(config, model_config, device)
@@ -179,25 +213,39 @@ def make_engine(
     model = _load_model(config, model_config, model_dir, Spec(dtype, device, config.tp_info))
     num_bytes = model.num_bytes(can_pack(dtype, device))
     model.pack()
+    if device.type == "cuda":
+        model.model.tabulate(max_seq_len, dtype)
     groups = _join(config, rendezvous, device)
-    plan = plan_memory(config, model_config, dtype, page_size, available, num_bytes, device.type)
+    comm = make_communicator(config.tp_info, groups.device)
+    end_ids, num_known_ids = load_ids(model_dir) if ids is None else ids
+
+    def build(num_pages: int, max_graph_rows: int) -> Engine:
+        attention = _make_attention(config, model_config, num_pages, page_size, max_seq_len, dtype, device)
+        limits = EngineLimits(
+            num_pages=num_pages,
+            page_size=page_size,
+            max_seq_len=max_seq_len,
+            max_running_req=config.max_running_req,
+            vocab_size=model_config.vocab_size,
+            num_known_ids=num_known_ids or model_config.vocab_size,
+            end_ids=end_ids,
+            device_type="cuda" if device.type == "cuda" else "cpu",
+            is_asynchronous=device.type == "cuda",
+        )
+        is_capturable = device.type == "cuda" and attention.supports_graphs and model_config.moe is None
+        return Engine(model, attention, comm, limits, groups.cpu, max_graph_rows if is_capturable else 0)
+
+    max_graph_rows = min(config.cuda_graph_max_bs, config.max_running_req)
+    step_bytes = 0
+    if device.type == "cuda":
+        step_bytes = measure_step(build(1, 0), config.max_extend_tokens or DEFAULT_EXTEND_TOKENS["cuda"])
+        step_bytes += graph_bytes(graph_sizes(max_graph_rows), model_config.vocab_size, dtype)
+    plan = plan_memory(config, model_config, dtype, page_size, available, num_bytes, device.type, step_bytes)
     plan = replace(plan, num_pages=_minimum(plan.num_pages, groups))
     log(f"memory: {plan}")
     if config.num_pages and config.memory_ratio:
         log(f"--memory-ratio {config.memory_ratio:g} has no effect beside --num-pages {config.num_pages}")
-    attention = _make_attention(config, model_config, plan, page_size, max_seq_len, dtype, device)
-    end_ids, num_known_ids = load_ids(model_dir) if ids is None else ids
-    limits = EngineLimits(
-        num_pages=plan.num_pages,
-        page_size=page_size,
-        max_seq_len=max_seq_len,
-        max_running_req=config.max_running_req,
-        vocab_size=model_config.vocab_size,
-        num_known_ids=num_known_ids or model_config.vocab_size,
-        end_ids=end_ids,
-        device_type="cuda" if device.type == "cuda" else "cpu",
-    )
-    return Engine(model, attention, make_communicator(config.tp_info, groups.device), limits, groups.cpu)
+    return build(plan.num_pages, max_graph_rows)
 
 
 def _join(config: EngineConfig, rendezvous: Path | None, device: torch.device) -> Groups:
@@ -219,7 +267,10 @@ def _minimum(count: int, groups: Groups) -> int:
 
 
 def _load_model(config: EngineConfig, model_config: ModelConfig, model_dir: Path, spec: Spec) -> CausalLM:
-    model = CausalLM(model_config, spec)
+    try:
+        model = CausalLM(model_config, spec)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"no memory for the weights in {spec.dtype} on {spec.device}: {error}; use a smaller model or --tp") from error
     if config.use_dummy_weight:
         fill_dummy(model, config.seed)
     else:
@@ -228,11 +279,11 @@ def _load_model(config: EngineConfig, model_config: ModelConfig, model_dir: Path
 
 
 def _make_attention(
-    config: EngineConfig, model: ModelConfig, plan: MemoryPlan, page_size: int, max_seq_len: int, dtype: torch.dtype, device: torch.device
+    config: EngineConfig, model: ModelConfig, num_pages: int, page_size: int, max_seq_len: int, dtype: torch.dtype, device: torch.device
 ) -> BaseAttentionBackend:
     attention = model.attention
     num_kv_heads = local_kv_heads(attention.num_kv_heads, config.tp_info.size)
-    pool = make_kv_pool(model.num_layers, plan.num_pages, num_kv_heads, page_size, attention.head_dim, dtype, device)
+    pool = make_kv_pool(model.num_layers, num_pages, num_kv_heads, page_size, attention.head_dim, dtype, device)
     shape = (config.max_running_req + 1, -(-max_seq_len // page_size))
     page_table = torch.full(shape, pool.dummy_page, dtype=torch.int32, device=device)
     return make_attention_backend(config.attention_backend, pool, page_table)
@@ -242,9 +293,19 @@ def choose_device(config: EngineConfig) -> torch.device:
     """The device that `config` means on this machine. Raises ConfigError if it names one that is not there."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no CUDA device here; use --device cpu or install a CUDA build of torch")
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(config.device)
+    if config.device == "auto" and not torch.cuda.is_available():
+        return torch.device("cpu")
+    if config.device == "cpu":
+        return torch.device("cpu")
+    return _gpu(config.tp_info)
+
+
+def _gpu(tp_info: DistributedInfo) -> torch.device:
+    """Each rank's own."""
+    count = torch.cuda.device_count()
+    if tp_info.size > count:
+        raise ConfigError(f"{tp_info.size} ranks need a GPU each, {count} found; lower --tp or use --device cpu")
+    return torch.device("cuda", tp_info.rank)
 
 
 def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:

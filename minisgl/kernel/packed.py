@@ -9,11 +9,15 @@ Letters: T tokens.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 __all__ = ["can_pack", "pack", "packed_linear"]
 
 ROWS_HINT = 64
 """Rows that the layout is chosen for; measured for 1 to 128 rows, see docs/performance.md."""
+MAX_EXACT_ROWS, ROW_STEP = 32, 8
+"""oneDNN keeps code for each number of rows, about half a megabyte for each matrix shape, and frees none: above MAX_EXACT_ROWS only
+multiples of ROW_STEP are computed."""
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
@@ -31,5 +35,8 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 
 def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [T, in] times a packed [out, in] transposed, plus bias [out] -> [T, out]."""
+    num_rows = len(x)
+    if num_rows > MAX_EXACT_ROWS and num_rows % ROW_STEP:
+        x = F.pad(x, (0, 0, 0, -num_rows % ROW_STEP))
     product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-    return product
+    return product[:num_rows]

@@ -12,6 +12,7 @@ import torch
 from minisgl.core import Context
 from minisgl.errors import ConfigError
 from minisgl.kernel import reference
+from minisgl.kernel.dispatch import kernels_for
 from minisgl.layers.base import BaseOP, Spec
 from minisgl.layers.linear import FusedLinear, RowLinear, divide
 from minisgl.layers.norm import RMSNorm
@@ -58,19 +59,32 @@ class SelfAttention(BaseOP):
         if config.has_qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, spec)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, spec)
+        self._rope_and_store = kernels_for(spec.device).rope_and_store
 
     def state_dict(self, *, prefix: str = "", result: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
         return super().state_dict(prefix=prefix, result=self._qkv.state_dict(prefix=prefix, result=result))
 
-    def forward(self, x: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor], context: Context) -> torch.Tensor:
-        """[T, hidden] -> [T, hidden]; cos and sin are [T, D/2]."""
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm, cos_sin: tuple[torch.Tensor, torch.Tensor], context: Context
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the layer of norm(x + residual), x + residual); all [T, hidden]. cos and sin are [T, D/2]."""
+        qkv, residual = self._qkv.forward_normed(x, residual, norm)
+        if self._rope_and_store is not None and context.attention.supports_graphs:
+            norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps) if self._has_qk_norm else None
+            k_pool, v_pool = context.attention.pool.k[self._layer], context.attention.pool.v[self._layer]
+            q = self._rope_and_store(qkv, *cos_sin, norms, k_pool, v_pool, context.metadata.write_slots)
+            out = context.attention.attend(q, self._layer, context.metadata)
+        else:
+            out = context.attention.forward(*self._turned(qkv, cos_sin), self._layer, context.metadata)
+        return self.o_proj.forward(out.reshape(len(x), -1), context), residual
+
+    def _turned(self, qkv: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q, k and v, q and k normed and rotated; [T, heads, D] each."""
         num_turned = self._num_heads + self._num_kv_heads
-        heads = self._qkv.forward(x).view(len(x), num_turned + self._num_kv_heads, self._head_dim)
+        heads = qkv.view(len(qkv), num_turned + self._num_kv_heads, self._head_dim)
         turned, v = heads[:, :num_turned], heads[:, num_turned:]
         if self._has_qk_norm:
             q, k = self.q_norm.forward(turned[:, : self._num_heads]), self.k_norm.forward(turned[:, self._num_heads :])
             turned = torch.cat((q, k), dim=1)
         turned = reference.apply_rope(turned, *cos_sin)
-        q, k = turned[:, : self._num_heads], turned[:, self._num_heads :]
-        out = context.attention.forward(q, k, v, self._layer, context.metadata)
-        return self.o_proj.forward(out.reshape(len(x), -1), context)
+        return turned[:, : self._num_heads], turned[:, self._num_heads :], v

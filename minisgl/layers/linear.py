@@ -10,8 +10,10 @@ import torch.nn.functional as F
 
 from minisgl.core import Context
 from minisgl.errors import ConfigError
+from minisgl.kernel.dispatch import kernels_for
 from minisgl.kernel.packed import can_pack, pack, packed_linear
 from minisgl.layers.base import BaseOP, Spec
+from minisgl.layers.norm import RMSNorm
 
 __all__ = ["FusedLinear", "Linear", "RowLinear", "divide", "linear"]
 
@@ -42,6 +44,7 @@ class Linear(BaseOP):
         if has_bias:
             self.bias = spec.empty(out_size)
         self._packed: torch.Tensor | None = None
+        self._few_rows = kernels_for(spec.device).few_rows
 
     def pack(self) -> None:
         if can_pack(self.weight.dtype, self.weight.device):
@@ -53,6 +56,8 @@ class Linear(BaseOP):
         return self._product(x, getattr(self, "bias", None))
 
     def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if self._few_rows is not None and len(x) <= self._few_rows.max_rows:
+            return self._few_rows.linear(x, self.weight, bias)
         return linear(x, self.weight, bias) if self._packed is None else packed_linear(x, self._packed, bias)
 
 
@@ -86,6 +91,7 @@ class FusedLinear(BaseOP):
         self._weight: torch.Tensor | None = spec.empty(sum(parts.values()), in_size)
         self._packed: torch.Tensor | None = None
         self._bias = spec.empty(sum(parts.values())) if has_bias else None
+        self._kernels = kernels_for(spec.device)
         self._parts: dict[str, BaseOP] = {}
         start = 0
         for name, size in parts.items():
@@ -111,3 +117,17 @@ class FusedLinear(BaseOP):
             return packed_linear(x, self._packed, self._bias)
         assert self._weight is not None
         return linear(x, self._weight, self._bias)
+
+    def forward_normed(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm, *, is_gated: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The product of norm(x + residual), and x + residual; both inputs [T, in].
+
+        `is_gated`: of two parts of equal size, silu(first) * second instead of both.
+        """
+        few_rows = self._kernels.few_rows
+        if few_rows is not None and len(x) <= few_rows.max_rows:
+            return few_rows.norm_linear(x, residual, (norm.weight, norm.eps), self._weight, self._bias, is_gated=is_gated)
+        hidden, total = norm.forward_add(x, residual)
+        product = self.forward(hidden)
+        return (self._kernels.silu_mul(product) if is_gated else product), total

@@ -13,6 +13,7 @@ from minisgl.core import Context
 from minisgl.kernel import reference
 from minisgl.layers.base import BaseOP, Spec
 from minisgl.layers.linear import FusedLinear, Linear, RowLinear, divide
+from minisgl.layers.norm import RMSNorm
 from minisgl.moe import experts_function
 
 __all__ = ["GatedMLP", "MoEConfig", "SparseMLP"]
@@ -47,9 +48,10 @@ class GatedMLP(BaseOP):
     def state_dict(self, *, prefix: str = "", result: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
         return super().state_dict(prefix=prefix, result=self._gate_up.state_dict(prefix=prefix, result=result))
 
-    def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
-        """[T, hidden] -> [T, hidden]"""
-        return self.down_proj.forward(reference.silu_mul(self._gate_up.forward(x)), context)
+    def forward(self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the layer of norm(x + residual), x + residual); all [T, hidden]"""
+        hidden, residual = self._gate_up.forward_normed(x, residual, norm, is_gated=True)
+        return self.down_proj.forward(hidden, context), residual
 
 
 class SparseMLP(BaseOP):
@@ -73,8 +75,9 @@ class SparseMLP(BaseOP):
             result[own + "down_proj.weight"] = self._down[expert]
         return result
 
-    def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
-        """[T, hidden] -> [T, hidden]"""
+    def forward(self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the layer of norm(x + residual), x + residual); all [T, hidden]"""
+        x, residual = norm.forward_add(x, residual)
         weights, ids = reference.route(self.gate.forward(x), self._config.num_experts_per_token, self._config.is_renormalised)
         total: torch.Tensor = context.comm.all_reduce(self._experts(x, self._gate_up, self._down, weights, ids))
-        return total
+        return total, residual

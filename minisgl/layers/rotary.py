@@ -46,9 +46,17 @@ class Rotary:
         self._config = config
         self._inv_freq = _inverse_frequencies(config).to(device)
         """fp32 [D/2]"""
+        self._tables: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def tabulate(self, num_positions: int, dtype: torch.dtype) -> None:
+        """Compute positions 0 to num_positions - 1 once: a look-up is then one operation, which counts where steps are short."""
+        self._tables = self.cos_sin(torch.arange(num_positions, device=self._inv_freq.device), dtype)
 
     def cos_sin(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Positions int64 [T] -> cos and sin [T, D/2], computed in fp32 and given in `dtype`."""
+        if self._tables is not None:
+            cos, sin = self._tables
+            return cos[positions], sin[positions]
         inv_freq = self._dynamic(positions) if self._config.kind == "dynamic" else self._inv_freq
         angles = positions.float().unsqueeze(1) * inv_freq
         factor = self._config.attention_factor

@@ -1,6 +1,7 @@
-"""The offline class: a model directory in, text out, in this process.
+"""The offline class: a model directory in, text out.
 
-`LLM` is both ends of a scheduler in offline mode: it tokenizes and queues prompts, turns the loop, and collects outputs.
+`LLM` tokenizes and queues prompts, turns the loop, and collects outputs. What computes is a backend: one rank in this process, or several
+in processes of their own.
 """
 
 from __future__ import annotations
@@ -8,28 +9,32 @@ from __future__ import annotations
 import difflib
 import logging
 import sys
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tqdm import tqdm
 
 from minisgl.core import SamplingParams, split_choices
-from minisgl.engine.base import BaseEngine
-from minisgl.engine.engine import make_engine
-from minisgl.errors import ClosedError, ConfigError, RequestError
-from minisgl.llm.interrupts import interrupts_held
+from minisgl.distributed.info import DistributedInfo
+from minisgl.engine.base import EngineLimits
+from minisgl.engine.config import check_count
+from minisgl.errors import ClosedError, ConfigError, RequestError, WorkerError
 from minisgl.llm.output import Output
+from minisgl.llm.ranks import RankProcesses
 from minisgl.llm.results import GenerationChunk, GenerationResult
-from minisgl.message import AbortBackendMsg, BaseBackendMsg, BaseTokenizerMsg, BatchTokenizerMsg, DetokenizeMsg, PromptLogprobsMsg, UserMsg
+from minisgl.message import UserMsg
 from minisgl.models.resolve import resolve_model
 from minisgl.scheduler.config import SchedulerConfig
-from minisgl.scheduler.scheduler import Scheduler
 from minisgl.tokenizer.loader import Tokenizer, load_tokenizer
 from minisgl.tokenizer.prompt import Chat, Prompt, check_sampling_ids, check_token_ids, prompt_ids
+
+if TYPE_CHECKING:
+    from minisgl.llm.local import LocalRank
+    from minisgl.scheduler.scheduler import Scheduler
 
 __all__ = ["LLM"]
 
@@ -40,62 +45,32 @@ NOT_OFFLINE = ("model_path", "dtype", "offline_mode", "tp_info", "backend_create
 """Fields of SchedulerConfig that are arguments of their own or mean nothing without other processes."""
 
 
-class _OfflineScheduler(Scheduler):
-    """A scheduler whose messages come from a list and whose results go to the outputs of their uids."""
-
-    def __init__(self, config: SchedulerConfig, engine: BaseEngine | None = None) -> None:
-        self.inbox: deque[BaseBackendMsg] = deque()
-        self.outputs: dict[int, Output] = {}
-        """those that have not ended"""
-        super().__init__(config, engine)
-
-    def offline_receive_msg(self, blocking: bool = False) -> list[BaseBackendMsg]:
-        """Everything queued. Nobody turns the loop without a request, so `blocking` finds one."""
-        del blocking
-        messages = list(self.inbox)
-        self.inbox.clear()
-        return messages
-
-    def offline_send_result(self, reply: BaseTokenizerMsg) -> None:
-        for message in reply.data if isinstance(reply, BatchTokenizerMsg) else [reply]:
-            assert isinstance(message, (DetokenizeMsg, PromptLogprobsMsg))
-            output = self.outputs.get(message.uid)
-            if output is None:
-                continue
-            req = self._reqs.get(message.uid)
-            if req is not None:
-                output.num_cached_tokens = req.num_cached_tokens
-            if output.take(message):
-                self.inbox.append(AbortBackendMsg(message.uid))
-            if output.result is not None:
-                del self.outputs[message.uid]
-
-
 class LLM:
-    """An engine in this process.
+    """A model that answers prompts: in this process, or with `tp_size=N` in N processes that share it and go with this object.
 
     `model_path` is a model directory, a GGUF file or a name on the hub; None is the embedded model. `config` takes the fields of
     `SchedulerConfig` by name (device, page_size, num_pages, max_seq_len, cache_type, use_dummy_weight, ...). Raises ConfigError for an
-    unknown name or a value that cannot be honoured, ModelFormatError for a model that cannot be served. Not for several threads at once.
+    unknown name or a value that cannot be honoured, ModelFormatError for a model that cannot be served, WorkerError if a process fails or
+    dies, now or later: this object is closed then. Not for several threads at once.
     """
 
-    def __init__(self, model_path: str | Path | None = None, dtype: Any = "auto", **config: Any) -> None:
+    def __init__(self, model_path: str | Path | None = None, dtype: Any = "auto", *, tp_size: int = 1, **config: Any) -> None:
         _check_names(config)
-        tp_size = config.pop("tp_size", 1)
-        if tp_size != 1 or isinstance(tp_size, bool):
-            raise ConfigError("tp_size: an LLM computes on one rank, 1 is allowed; `minisgl serve --tp N` spreads a model over several")
-        SchedulerConfig(dtype=dtype, offline_mode=True, **config)  # a wrong setting is told before anything is fetched
+        check_count("tp_size", tp_size, 1, "tp_size")
+        is_here = tp_size == 1
+        config |= {"dtype": dtype, "tp_info": DistributedInfo(0, tp_size)}
+        # A wrong setting is told before anything is fetched.
+        settings = SchedulerConfig(offline_mode=is_here, backend_create_detokenizer_link=is_here, **config)
         model_dir = resolve_model(None if model_path is None else str(model_path))
-        self._config = SchedulerConfig(model_path=str(model_dir), dtype=dtype, offline_mode=True, **config)
+        self._config = replace(settings, model_path=str(model_dir))
         self._tokenizer: Tokenizer | None = load_tokenizer(model_dir) if (model_dir / "tokenizer.json").is_file() else None
-        ids = None if self._tokenizer is None else (self._tokenizer.eos_token_ids, self._tokenizer.vocab_size)
-        self._open: _OfflineScheduler | None = _OfflineScheduler(self._config, make_engine(self._config, ids=ids))
+        self._open: LocalRank | RankProcesses | None = _start(self._config, self._tokenizer)
+        self._why_closed = ""
         self._num_requests = 0
-        self._is_in_step = False
 
     @property
     def config(self) -> SchedulerConfig:
-        """The settings as they were given, the model's directory resolved. What the machine decided stands in `scheduler.engine.limits`."""
+        """The settings as they were given, the model's directory resolved. What the machine decided stands in `limits`."""
         return self._config
 
     @property
@@ -104,9 +79,35 @@ class LLM:
         return self._tokenizer
 
     @property
+    def limits(self) -> EngineLimits:
+        """What the engine offers: pages, context, vocabulary. Raises ClosedError after `close`."""
+        return self._backend().limits
+
+    @property
+    def is_overlapped(self) -> bool:
+        """A step is planned while the one before it runs."""
+        return self._backend().is_overlapped
+
+    @property
+    def num_retractions(self) -> int:
+        """How often, so far, a request gave its pages back to others. With several ranks this waits until no request runs."""
+        with self._watched() as backend:
+            return backend.num_retractions
+
+    @property
     def scheduler(self) -> Scheduler:
-        """What runs the requests, to look at: limits, counts, the check of its ledger. Raises ClosedError after `close`."""
-        return self._scheduler()
+        """What runs the requests, to look at. Raises ConfigError with several ranks, ClosedError after `close`."""
+        backend = self._backend()
+        if isinstance(backend, RankProcesses):
+            raise ConfigError(f"scheduler: with tp_size={self._config.tp_info.size} the schedulers are in other processes; set tp_size=1")
+        return backend.scheduler
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. Raises RequestError while a request runs."""
+        with self._watched() as backend:
+            if backend.outputs:
+                raise RequestError(f"{len(backend.outputs)} requests run; the prefix cache can be emptied when none does", code="busy")
+            backend.reset_prefix_cache()
 
     def generate(
         self,
@@ -140,7 +141,7 @@ class LLM:
         (params,) = _as_params(sampling_params, 1)
         if params.n != 1:
             raise RequestError(f"n: {params.n} found; a stream has one output, use generate for several", param="n")
-        self._scheduler()
+        self._backend()
         return self._stream(prompt, params)
 
     def _stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[GenerationChunk]:
@@ -154,27 +155,38 @@ class LLM:
                     yield GenerationChunk(text, tokens, result)
                 if result is not None:
                     return
-                self._run_step()
+                if output.result is None:  # other calls may have ended it meanwhile
+                    self._run_step()
         finally:
             self._drop(range(output.uid, output.uid + 1))
 
     def close(self) -> None:
-        """Give the model's memory back. A second call does nothing; using the object afterwards raises ClosedError."""
-        if self._open is not None:
-            self._open.close()
-            self._open = None
+        """Give the model's memory back, end the processes. A second call does nothing; using the object afterwards raises ClosedError."""
+        backend, self._open = self._open, None
+        if backend is not None:
+            backend.close()
 
     def __enter__(self) -> LLM:
-        self._scheduler()
+        self._backend()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _scheduler(self) -> _OfflineScheduler:
+    def _backend(self) -> LocalRank | RankProcesses:
         if self._open is None:
-            raise ClosedError("this LLM has been closed; make a new one")
+            raise ClosedError(f"this LLM has been closed{self._why_closed}; make a new one")
         return self._open
+
+    @contextmanager
+    def _watched(self) -> Iterator[LocalRank | RankProcesses]:
+        """The backend. If one of its processes turns out to be gone, this object is closed."""
+        try:
+            yield self._backend()
+        except WorkerError as error:
+            self._why_closed = f", because {error}"
+            self.close()
+            raise
 
     def _complete(
         self,
@@ -185,7 +197,7 @@ class LLM:
         variables: Mapping[str, Any] | None = None,
     ) -> list[GenerationResult]:
         """Submit, run until all have ended, collect; whatever has not ended when this is left is dropped."""
-        self._scheduler()
+        self._backend()
         first_uid = self._num_requests
         try:
             choices = [
@@ -203,8 +215,8 @@ class LLM:
             pending = outputs
             num_open = -1
             while True:
-                if num_open != len(self._scheduler().outputs):  # something has ended
-                    num_open = len(self._scheduler().outputs)
+                if num_open != len(self._backend().outputs):  # something has ended
+                    num_open = len(self._backend().outputs)
                     pending = [output for output in pending if output.result is None]
                     bar.update(len(outputs) - len(pending) - bar.n)
                 if not pending:
@@ -212,50 +224,42 @@ class LLM:
                 self._run_step()
 
     def _run_step(self) -> None:
-        """One step. If it breaks off in its middle, the ledger cannot be trusted: a new one begins around the same engine."""
-        scheduler = self._scheduler()
-        with interrupts_held():
-            self._is_in_step = True
-            try:
-                scheduler.run_step()
-            except BaseException as error:
-                self._open = _OfflineScheduler(self._config, scheduler.engine)
-                for output in scheduler.outputs.values():
-                    output.end("error", error=f"the engine's step broke off: {error!r}")
-                scheduler.close()
-                raise
-            finally:
-                self._is_in_step = False
+        with self._watched() as backend:
+            backend.run_step()
 
     def _submit(self, prompt: Prompt, params: SamplingParams, variables: Mapping[str, Any] | None = None) -> Output:
         """Queue one request; a prompt that cannot be served gives an output that has ended already. With `variables` it is a chat."""
-        scheduler = self._scheduler()
+        backend = self._backend()
         uid, self._num_requests = self._num_requests, self._num_requests + 1
         try:
             if params.stop and self._tokenizer is None:
                 raise RequestError(f"stop: {self._config.model_path} holds no tokenizer.json; use stop_token_ids", param="stop")
-            check_sampling_ids(params, scheduler.engine.limits.vocab_size)
-            ids = _token_ids(prompt, self._tokenizer, scheduler.engine.limits.vocab_size, variables)
+            check_sampling_ids(params, backend.limits.vocab_size)
+            ids = _token_ids(prompt, self._tokenizer, backend.limits.vocab_size, variables)
         except RequestError as error:
             output = Output(uid, 0, params, None)
             output.end("error", error=str(error))
             return output
         output = Output(uid, len(ids), params, self._tokenizer)
-        scheduler.outputs[uid] = output
-        scheduler.inbox.append(UserMsg(uid, np.array(ids, dtype=np.int32), params))
+        backend.submit(UserMsg(uid, np.array(ids, dtype=np.int32), params), output)
         return output
 
     def _drop(self, uids: range) -> None:
-        """Abort those that have not ended, after an interruption, and handle what is in flight once nothing else runs."""
-        scheduler = self._open
-        if scheduler is None:
+        """Abort those that have not ended, after an interruption."""
+        if self._open is None:
             return
-        for uid in [uid for uid in scheduler.outputs if uid in uids]:
-            del scheduler.outputs[uid]
-            scheduler.inbox.append(AbortBackendMsg(uid))
-        # An iterator may be closed by the garbage collector, in the middle of a step.
-        while not self._is_in_step and not scheduler.outputs and (scheduler.inbox or not scheduler.is_idle):
-            self._run_step()
+        for uid in [uid for uid in self._open.outputs if uid in uids]:
+            self._open.abort(uid)
+        self._open.settle()
+
+
+def _start(config: SchedulerConfig, tokenizer: Tokenizer | None) -> LocalRank | RankProcesses:
+    """What computes, ready to do so."""
+    if config.tp_info.size > 1:
+        return RankProcesses.start(config)
+    from minisgl.llm.local import LocalRank  # loads torch
+
+    return LocalRank(config, None if tokenizer is None else (tokenizer.eos_token_ids, tokenizer.vocab_size))
 
 
 def _token_ids(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int, variables: Mapping[str, Any] | None) -> list[int]:

@@ -22,7 +22,7 @@ class Output:
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.num_cached_tokens = 0
-        """prompt tokens from the prefix cache; the owner keeps it up to date, for a stop string is no ending to the scheduler"""
+        """prompt tokens from the prefix cache; told with the first token, for a stop string is no ending to the scheduler"""
         self._params = params
         self._num_prompt_tokens = num_prompt_tokens
         self._stream = None
@@ -36,6 +36,7 @@ class Output:
         if isinstance(message, PromptLogprobsMsg):
             self.prompt_logprobs += message.logprobs
             return False
+        self.num_cached_tokens = max(self.num_cached_tokens, message.num_cached_tokens)
         if message.logprobs is not None:
             self.logprobs.append(message.logprobs)
         if message.next_token is not None:
@@ -47,7 +48,6 @@ class Output:
                     return not message.finished
         if message.finished:
             assert message.finish_reason is not None
-            self.num_cached_tokens = max(self.num_cached_tokens, message.num_cached_tokens)
             self.end(message.finish_reason, error=message.error)
         return False
 

@@ -37,10 +37,8 @@ class DecoderLayer(BaseOP):
         self, x: torch.Tensor, residual: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor], context: Context
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`x` is what the previous layer adds to `residual`; so is the first of what is returned. Both [T, hidden]."""
-        hidden, residual = self.input_layernorm.forward_add(x, residual)
-        hidden = self.self_attn.forward(hidden, cos_sin, context)
-        hidden, residual = self.post_attention_layernorm.forward_add(hidden, residual)
-        return self.mlp.forward(hidden, context), residual
+        x, residual = self.self_attn.forward(x, residual, self.input_layernorm, cos_sin, context)
+        return self.mlp.forward(x, residual, self.post_attention_layernorm, context)
 
 
 class Decoder(BaseOP):
@@ -52,14 +50,20 @@ class Decoder(BaseOP):
         self.norm = RMSNorm(config.hidden_size, config.attention.rms_norm_eps, spec)
         self._rotary = Rotary(config.rope, spec.device)
 
-    def forward(self, ids: torch.Tensor, rows: torch.Tensor, context: Context) -> torch.Tensor:
-        """ids int64 [T], rows int64 [S] -> normed hidden states [S, hidden] of those tokens."""
+    def tabulate(self, num_positions: int, dtype: torch.dtype) -> None:
+        """Look the angles of positions below `num_positions` up from now on."""
+        self._rotary.tabulate(num_positions, dtype)
+
+    def forward(self, ids: torch.Tensor, rows: torch.Tensor | None, context: Context) -> torch.Tensor:
+        """ids int64 [T], rows int64 [S] -> normed hidden states [S, hidden] of those tokens; None: of all."""
         residual = self.embed_tokens.forward(ids, context)
         cos_sin = self._rotary.cos_sin(context.positions, residual.dtype)
         x = torch.zeros_like(residual)
         for layer in self.layers:
             x, residual = layer.forward(x, residual, cos_sin, context)
-        return self.norm.forward_add(x[rows], residual[rows])[0]
+        if rows is not None:
+            x, residual = x[rows], residual[rows]
+        return self.norm.forward_add(x, residual)[0]
 
 
 class CausalLM(BaseOP):

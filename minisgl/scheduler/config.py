@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from minisgl.engine.config import EngineConfig, check_choice, check_count, check_flag, check_text
+from minisgl.env import is_overlap_disabled
 from minisgl.errors import ConfigError
 from minisgl.utils.run_dir import ipc_address, ipc_path
 
@@ -25,10 +26,9 @@ def _fresh_suffix() -> str:
 class SchedulerConfig(EngineConfig):
     """Settings of one rank's scheduler. Raises ConfigError for a value, or a combination, that cannot be honoured."""
 
-    max_extend_tokens: int = 0
-    """Most new tokens of one step, longer prompts are computed in chunks; 0 is 8192 on CUDA and 256 on a CPU."""
     max_extend_tokens_beside_decode: int = 0
-    """The same for a prefill step while requests are decoding, which wait for it; 0 is 2048 on CUDA and 128 on a CPU."""
+    """The same for a prefill step while requests are decoding, which wait for it; 0 is 2048 on CUDA and 128 on a CPU, and offline, where
+    nobody watches the answers grow, `max_extend_tokens`."""
     reserve_tokens: int = 512
     """Tokens of output for which a running request keeps room when others are admitted."""
     cache_type: str = "radix"
@@ -48,7 +48,6 @@ class SchedulerConfig(EngineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count("max_extend_tokens", self.max_extend_tokens, 0, "--max-extend-tokens")
         check_count("max_extend_tokens_beside_decode", self.max_extend_tokens_beside_decode, 0, "--max-extend-tokens-beside-decode")
         check_count("reserve_tokens", self.reserve_tokens, 1, "--reserve-tokens")
         if self.overlap is not None:
@@ -65,6 +64,10 @@ class SchedulerConfig(EngineConfig):
             raise ConfigError(
                 f"offline_mode with {self.tp_info.size} ranks found; it runs on one rank, set tp_info to DistributedInfo(0, 1)"
             )
+
+    def is_overlapped(self, is_asynchronous: bool) -> bool:
+        """Whether a step is planned while the one before it runs, on a device that computes asynchronously or does not."""
+        return (is_asynchronous if self.overlap is None else self.overlap) and not is_overlap_disabled()
 
     @property
     def zmq_backend_addr(self) -> str:

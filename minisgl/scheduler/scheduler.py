@@ -14,7 +14,7 @@ import numpy as np
 
 from minisgl.core import CACHED, FinishReason, Int32Array, Req, RequestState, TokenLogprobs
 from minisgl.engine.base import BaseEngine, StepLogprobs
-from minisgl.env import is_overlap_disabled
+from minisgl.engine.config import DEFAULT_EXTEND_TOKENS
 from minisgl.errors import IntegrityError, RequestError
 from minisgl.kvcache import PageAllocator, make_prefix_cache
 from minisgl.message import (
@@ -47,7 +47,6 @@ MAX_PAGES_WALKED, LARGE_WALK_EVERY = 4096, 64
 """Above so many cached pages the ledger is walked in one of so many idle moments: a walk takes about 7 us a page, by
 benchmark/prefix_cache.py, and a request that has just arrived would wait for it."""
 NOT_FINITE = "the model computed numbers that are not finite; a number type of wider range (--dtype) may help"
-DEFAULT_EXTEND_TOKENS = {"cpu": 256, "cuda": 8192}
 DEFAULT_EXTEND_BESIDE_DECODE = {"cpu": 128, "cuda": 2048}
 
 
@@ -79,9 +78,10 @@ class Scheduler(SchedulerIOMixin):
         self._prefill = PrefillManager(self._table, self._cache, config.reserve_tokens, self.note_admission)
         self._decode = DecodeManager(self._table)
         self._max_extend_tokens = config.max_extend_tokens or DEFAULT_EXTEND_TOKENS[limits.device_type]
-        self._max_extend_beside_decode = config.max_extend_tokens_beside_decode or DEFAULT_EXTEND_BESIDE_DECODE[limits.device_type]
-        self._is_overlapped = limits.is_asynchronous if config.overlap is None else config.overlap
-        self._is_overlapped &= not is_overlap_disabled()
+        self._max_extend_beside_decode = config.max_extend_tokens_beside_decode or (
+            self._max_extend_tokens if config.offline_mode else DEFAULT_EXTEND_BESIDE_DECODE[limits.device_type]
+        )
+        self._is_overlapped = config.is_overlapped(limits.is_asynchronous)
         self._is_end_id = np.zeros(limits.vocab_size, dtype=np.bool_)
         self._is_end_id[sorted(i for i in limits.end_ids if i < limits.vocab_size)] = True
         self._reqs: dict[int, Req] = {}

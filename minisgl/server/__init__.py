@@ -1,9 +1,7 @@
 """The HTTP server: a launcher and its children (API, tokenizer, one scheduler per rank), each a process of its own.
 
-    launcher.py            the program behind `minisgl serve`; options.py, config_file.py, run_files.py, signals.py are its tools
-    children.py            all children as the launcher sees them; workers.py one of them
-    child.py               the launcher as a child sees it
-    *_process.py           the children's programs; served_scheduler.py is a rank's
+    launcher.py            the program behind `minisgl serve`; options.py, config_file.py are its tools
+    *_process.py           its children's programs, but for that of a rank, which is in minisgl.processes with all that starts them
     health.py              /health, by signs of life in shared memory
     app.py                 the API process: routes; protocol.py is what clients send, answers.py what they receive
     generation.py          runs a generating request; chat_completions.py, completions.py, generate.py, logprobs.py say how it looks

@@ -11,8 +11,8 @@ from functools import partial
 import uvicorn
 
 from minisgl.errors import RequestError
+from minisgl.processes.child import Child, Order, run_child
 from minisgl.server.app import create_app
-from minisgl.server.child import Child, Order, run_child
 from minisgl.server.defaults import read_defaults
 from minisgl.server.frontend import Frontend
 from minisgl.server.health import Health
@@ -38,7 +38,8 @@ class ApiProcess:
 
     def run(self, child: Child) -> None:
         """Serve until told to close."""
-        self._child, config, options = child, child.config, child.setup.http
+        self._child, config, own = child, child.config, child.setup.own
+        options = HttpOptions(**own["http"])
         assert config.model_path is not None  # the launcher resolved it
         defaults = read_defaults(config.model_path)
         self._frontend = Frontend(config.zmq_frontend_addr, config.zmq_detokenizer_addr, options)
@@ -48,7 +49,7 @@ class ApiProcess:
             child.report("ready", f"sampling defaults: {defaults}")
 
         health = Health(self._frontend, PulseReader(child.setup.heartbeat_fd), child.setup.workers)
-        app = create_app(self._frontend, child.setup.model_name, on_started, defaults, health, options)
+        app = create_app(self._frontend, own["model_name"], on_started, defaults, health, options)
         self._server = make_server(app, options)
         with socket.socket(fileno=child.setup.listen_fd) as listener:
             self._server.run(sockets=[listener])

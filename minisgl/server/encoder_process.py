@@ -6,8 +6,8 @@ import sys
 import threading
 
 from minisgl.message import BackendReadyMsg
-from minisgl.server.child import Child, run_child
-from minisgl.server.run_files import tokenizer_addr
+from minisgl.processes.child import Child, run_child
+from minisgl.processes.run_files import tokenizer_addr
 from minisgl.tokenizer.encoding import serve_encoder
 from minisgl.tokenizer.loader import load_tokenizer
 
@@ -20,7 +20,7 @@ def main(child: Child) -> None:
     def report_ready(_: BackendReadyMsg) -> None:
         child.report("ready")
 
-    inbox = tokenizer_addr(config, child.setup.number)
+    inbox = tokenizer_addr(config, child.setup.own["number"])
     serve_encoder(load_tokenizer(config.model_path), inbox, config.zmq_detokenizer_addr, threading.Event(), report_ready)
 
 

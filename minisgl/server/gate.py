@@ -13,10 +13,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl.errors import RequestError
+from minisgl.processes.logs import REQUEST_ID
 from minisgl.server.http_errors import respond
 from minisgl.server.http_options import HttpOptions
 from minisgl.server.http_protocol import HEAD_TOO_LONG
-from minisgl.server.logs import REQUEST_ID
 
 __all__ = ["guarded"]
 

@@ -12,25 +12,20 @@ that it holds and go by themselves. Knows no model code and no messages. Called 
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-
-import msgspec
 
 from minisgl.errors import ConfigError
 from minisgl.models.resolve import resolve_model
+from minisgl.processes.children import SCHEDULER_MODULE, Children, Program, rank_programs
+from minisgl.processes.run_files import claim_run_files, remove_run_files
+from minisgl.processes.signals import Signals, caught_signals
 from minisgl.scheduler.config import SchedulerConfig
 from minisgl.scheduler.recording import refuse_recording
-from minisgl.server.child import PRIMARY
-from minisgl.server.children import Children, Program
-from minisgl.server.options import ChildSetup, ServerOptions, settings_of
-from minisgl.server.run_files import claim_run_files, remove_run_files
-from minisgl.server.signals import Signals, caught_signals
-from minisgl.utils.heartbeat import make_heartbeat_file
+from minisgl.server.options import ServerOptions
 
 __all__ = ["CHILD_MODULES", "serve"]
 
@@ -38,7 +33,7 @@ CHILD_MODULES: Mapping[str, str] = {
     "api": "minisgl.server.api_process",
     "tokenizer": "minisgl.server.tokenizer_process",
     "encoder": "minisgl.server.encoder_process",
-    "scheduler": "minisgl.server.scheduler_process",
+    "scheduler": SCHEDULER_MODULE,
 }
 """Kind of a child -> the module that it runs."""
 
@@ -66,15 +61,8 @@ def serve(options: ServerOptions, *, say: Say, child_modules: Mapping[str, str] 
         stages = _Stages(say)
         children = Children(stages.end)
         try:
-            setup = ChildSetup(
-                name,
-                settings_of(config),
-                options.step_timeout,
-                num_tokenizer=options.num_tokenizer,
-                listen_fd=listener.fileno(),
-                http=options.http,
-            )
-            _start(children, _programs(config, options.num_tokenizer, child_modules), setup, config)
+            programs = _programs(config, options, name, child_modules)
+            children.start(programs, config, step_timeout=options.step_timeout, listen_fd=listener.fileno())
             url = _url(listener)
             listener.close()  # the API has its own copy; ours would keep the port
             number = _run(children, signals, options, lambda: say(f"ready: {url}/v1"))
@@ -88,26 +76,15 @@ def serve(options: ServerOptions, *, say: Say, child_modules: Mapping[str, str] 
     return 128 + number
 
 
-def _programs(config: SchedulerConfig, num_tokenizer: int, modules: Mapping[str, str]) -> list[Program]:
-    """What is to be started; rank 0 is ready for all ranks."""
-    size = config.tp_info.size
+def _programs(config: SchedulerConfig, options: ServerOptions, name: str, modules: Mapping[str, str]) -> list[Program]:
+    """What is to be started; clients call the model `name`."""
+    count = options.num_tokenizer
     return [
-        Program("api", modules["api"], listens=True),
-        Program("detokenizer" if num_tokenizer else "tokenizer", modules["tokenizer"]),
-        *(Program(f"tokenizer {number}", modules["encoder"], number=number) for number in range(1, num_tokenizer + 1)),
-        Program(PRIMARY, modules["scheduler"]),
-        *(Program(f"scheduler rank {rank}", modules["scheduler"], rank, reports_ready=False) for rank in range(1, size)),
+        Program("api", modules["api"], own={"model_name": name, "http": dataclasses.asdict(options.http)}, listens=True),
+        Program("detokenizer" if count else "tokenizer", modules["tokenizer"], own={"num_tokenizer": count}),
+        *(Program(f"tokenizer {number}", modules["encoder"], own={"number": number}) for number in range(1, count + 1)),
+        *rank_programs(config.tp_info.size, modules["scheduler"]),
     ]
-
-
-def _start(children: Children, programs: Sequence[Program], setup: ChildSetup, config: SchedulerConfig) -> None:
-    """Start them with memory for their signs of life, of which they keep a copy each."""
-    heartbeat_fd = make_heartbeat_file(len(programs))
-    try:
-        names = [program.name for program in programs]
-        children.start(programs, msgspec.structs.replace(setup, heartbeat_fd=heartbeat_fd, workers=names), config)
-    finally:
-        os.close(heartbeat_fd)
 
 
 def _run(children: Children, signals: Signals, options: ServerOptions, on_ready: Callable[[], None]) -> int:

@@ -9,8 +9,8 @@ import sys
 import threading
 
 from minisgl.message import BackendReadyMsg
-from minisgl.server.child import Child, run_child
-from minisgl.server.run_files import tokenizer_addr
+from minisgl.processes.child import Child, run_child
+from minisgl.processes.run_files import tokenizer_addr
 from minisgl.tokenizer.loader import load_tokenizer
 from minisgl.tokenizer.worker import TokenizerWorker, WorkerAddresses
 
@@ -23,7 +23,7 @@ def main(child: Child) -> None:
     def report_ready(limits: BackendReadyMsg) -> None:
         child.report("ready", f"prompt and answer: at most {limits.max_seq_len} tokens")
 
-    encoders = tuple(tokenizer_addr(config, number) for number in range(1, child.setup.num_tokenizer + 1))
+    encoders = tuple(tokenizer_addr(config, number) for number in range(1, child.setup.own["num_tokenizer"] + 1))
     addresses = WorkerAddresses(config.zmq_detokenizer_addr, config.zmq_backend_addr, config.zmq_frontend_addr, encoders)
     TokenizerWorker(load_tokenizer(config.model_path), addresses, on_ready=report_ready).run(threading.Event())
 

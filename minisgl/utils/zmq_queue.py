@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import zmq
 import zmq.asyncio
@@ -151,6 +151,12 @@ class _Receiver(_Queue, Generic[T]):
         return not self.socket.poll(0)
 
 
+class HasFileno(Protocol):
+    """A file to wait for."""
+
+    def fileno(self) -> int: ...
+
+
 class ZmqPushQueue(_Sender[T]):
     """Sends each message to one receiver."""
 
@@ -212,10 +218,14 @@ class ZmqAsyncPullQueue(_Queue, Generic[T]):
                 return message
 
 
-def wait_any(queues: Sequence[_Receiver[Any]], timeout: float | None = None) -> list[int]:
-    """Indices of the queues that hold something, ascending. Waits `timeout` seconds (None: for ever) for one; none when they are over."""
+def wait_any(queues: Sequence[_Receiver[Any] | HasFileno], timeout: float | None = None) -> list[int]:
+    """Indices of the queues that hold something, ascending. Waits `timeout` seconds (None: for ever) for one; none when they are over.
+
+    Files beside queues count when there is something to read, or nothing more will come.
+    """
+    sources = [queue.socket if isinstance(queue, _Receiver) else queue.fileno() for queue in queues]
     poller = zmq.Poller()
-    for queue in queues:
-        poller.register(queue.socket, zmq.POLLIN)
+    for source in sources:
+        poller.register(source, zmq.POLLIN)
     ready = dict(poller.poll(_milliseconds(timeout)))
-    return [index for index, queue in enumerate(queues) if queue.socket in ready]
+    return [index for index, source in enumerate(sources) if source in ready]

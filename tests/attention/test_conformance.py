@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -86,6 +89,18 @@ class Bench:
 
 
 CPU = torch.device("cpu")
+GPU = torch.device("cuda") if torch.cuda.is_available() else None
+
+
+def device_of(name):
+    """Triton's kernels run in the interpreter where there is no GPU."""
+    return GPU if GPU and name != "torch" else CPU
+
+
+def skip_if_interpreted(name):
+    """A program takes 20 to 40 ms in the interpreter: a part of the cases must do there."""
+    if name == "triton" and GPU is None:
+        pytest.skip("too slow in Triton's interpreter")
 
 
 def check(bench, steps, tolerance):
@@ -100,27 +115,32 @@ def check(bench, steps, tolerance):
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("name", ATTENTION_BACKENDS)
 def test_plans_of_every_kind(name, steps, page_size):
-    check(Bench(name, page_size, (6, 2), 64, torch.float32, CPU), STEPS[steps], 2e-6)
+    if page_size != 16 and steps != "chunks":
+        skip_if_interpreted(name)
+    heads = (3, 1) if name == "triton" and GPU is None else (6, 2)
+    check(Bench(name, page_size, heads, 64, torch.float32, device_of(name)), STEPS[steps], 2e-6)
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (8, 4), (6, 2), (8, 1)], ids=lambda heads: f"{heads[0]} over {heads[1]}")
 @pytest.mark.parametrize("head_dim", [2, 64, 80, 128])
 @pytest.mark.parametrize("name", ATTENTION_BACKENDS)
 def test_head_counts_and_sizes(name, head_dim, heads):
-    check(Bench(name, 16, heads, head_dim, torch.float32, CPU), STEPS["chunks and decodes"], 2e-6)
+    if (head_dim, heads) not in ((2, (4, 4)), (80, (6, 2))):
+        skip_if_interpreted(name)
+    check(Bench(name, 16, heads, head_dim, torch.float32, device_of(name)), STEPS["chunks and decodes"], 2e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ATTENTION_BACKENDS)
 def test_half_types(name, dtype):
-    check(Bench(name, 16, (8, 2), 64, dtype, CPU), STEPS["chunks and decodes"], 2e-2 if dtype == torch.bfloat16 else 3e-3)
+    check(Bench(name, 16, (8, 2), 64, dtype, device_of(name)), STEPS["chunks and decodes"], 2e-2 if dtype == torch.bfloat16 else 3e-3)
 
 
 @pytest.mark.parametrize("name", ATTENTION_BACKENDS)
 def test_random_walks(name):
     """Rows come, grow by any number of tokens and go; others get their pages with what they hold."""
-    order, bench = random.Random(7), Bench(name, 16, (4, 2), 16, torch.float32, CPU)
-    for _ in range(40):
+    order, bench = random.Random(7), Bench(name, 16, (4, 2), 16, torch.float32, device_of(name))
+    for _ in range(5 if name == "triton" and GPU is None else 40):
         uids = order.sample(range(6), order.randint(1, 5))
         for uid in uids:
             if uid in bench.k and len(bench.k[uid]) > 60:
@@ -131,7 +151,7 @@ def test_random_walks(name):
 
 @pytest.mark.parametrize("name", ATTENTION_BACKENDS)
 def test_only_the_planned_slots_of_the_layer_are_written(name):
-    bench = Bench(name, 16, (4, 2), 32, torch.float32, CPU)
+    bench = Bench(name, 16, (4, 2), 32, torch.float32, device_of(name))
     before = bench.pool.k.clone(), bench.pool.v.clone()
     bench.step({0: 20, 1: 3})
     pages = [page for row in bench.planner.rows.values() for page in row.pages]
@@ -144,15 +164,43 @@ def test_only_the_planned_slots_of_the_layer_are_written(name):
 
 @pytest.mark.parametrize("name", ATTENTION_BACKENDS)
 def test_the_backend_does_not_write_into_its_inputs(name):
-    bench = Bench(name, 16, (4, 2), 32, torch.float32, CPU)
+    bench = Bench(name, 16, (4, 2), 32, torch.float32, device_of(name))
     bench.planner.add(0, [0] * 9)
     batch = bench.planner.plan({0: 9})
     rows, columns, pages = torch.from_numpy(batch.table_updates).long().unbind(1)
-    bench.backend.page_table[rows, columns] = pages.int()
-    inputs = [torch.randn(9, heads, 32) for heads in (4, 2, 2)]
+    bench.backend.page_table[rows, columns] = pages.int().to(bench.backend.page_table.device)
+    inputs = [torch.randn(9, heads, 32, device=device_of(name)) for heads in (4, 2, 2)]
     copies = [tensor.clone() for tensor in inputs]
     bench.backend.forward(*inputs, LAYER, bench.backend.prepare(batch))
     assert all(torch.equal(tensor, copy) for tensor, copy in zip(inputs, copies, strict=True))
+
+
+@pytest.mark.parametrize("name", ATTENTION_BACKENDS)
+def test_steps_over_fixed_buffers_equal_prepared_ones(name):
+    """What a CUDA graph does: buffers made once, a plan copied into them, padding rows behind the step's own."""
+    bench = Bench(name, 16, (4, 2), 32, torch.float32, device_of(name))
+    if not bench.backend.supports_graphs:
+        pytest.skip("this backend has no fixed buffers")
+    bench.step({0: 255, 1: 3})
+    work = bench.backend.make_decode_work(4)
+    for _ in range(2):
+        for uid in (0, 1):
+            bench.planner.rows[uid].tokens.append(0)
+        batch = bench.planner.plan({0: 1, 1: 1})
+        rows, columns, pages = torch.from_numpy(batch.table_updates).long().reshape(-1, 3).unbind(1)
+        bench.backend.page_table[rows, columns] = pages.int().to(bench.backend.page_table.device)
+        lengths = np.concatenate((batch.positions + 1, np.zeros(2, dtype=np.int32)))
+        first_partial, items = bench.backend.plan_decode(lengths, len(lengths))
+        work.slots[:2].copy_(torch.from_numpy(batch.slots))
+        for target, values in ((work.lengths, lengths), (work.first_partial, first_partial), (work.items[: len(items)], items)):
+            target.copy_(torch.from_numpy(values))
+        work.num_items.fill_(len(items))
+        q, k, v = (torch.randn(2, heads, 32, generator=bench.random).to(device_of(name)) for heads in bench.heads)
+        expected = bench.backend.forward(q, k, v, LAYER, bench.backend.prepare(batch))
+        slots = torch.tensor([*batch.write_slots.tolist(), *[bench.pool.dummy_page * 16] * 2], device=device_of(name))
+        metadata = bench.backend.decode_metadata(work, slots)
+        padded = [torch.cat((tensor, torch.zeros_like(tensor))) for tensor in (q, k, v)]
+        assert torch.equal(bench.backend.forward(*padded, LAYER, metadata)[:2], expected)
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones():
@@ -164,3 +212,13 @@ def test_an_unknown_backend_is_refused_with_the_known_ones():
 def test_auto_runs_on_a_cpu():
     pool = make_kv_pool(1, 2, 1, 16, 8, torch.float32, CPU)
     assert make_attention_backend("auto", pool, torch.zeros(1, 1, dtype=torch.int32)) is not None
+
+
+def test_triton_is_refused_on_a_cpu_and_not_imported(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    pool = make_kv_pool(1, 2, 1, 16, 8, torch.float32, CPU)
+    with pytest.raises(ConfigError, match="triton: the device is cpu; it needs cuda"):
+        make_attention_backend("triton", pool, torch.zeros(1, 1, dtype=torch.int32))
+    code = "import sys, minisgl.attention; print('minisgl.kernel.gpu' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.stdout.strip(), done.stderr) == ("False", "")

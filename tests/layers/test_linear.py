@@ -1,5 +1,9 @@
 """Matrix products, plain and packed, against float64."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -57,3 +61,25 @@ def test_a_packed_layer_computes_the_same_and_has_no_matrix_to_load():
     fused.pack()
     assert torch.allclose(fused.forward(x), before, atol=1e-5)
     assert fused.state_dict() == {}
+
+
+ALL_ROW_COUNTS = """
+import torch
+from minisgl.kernel.packed import pack, packed_linear
+
+def private_kib():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon"))
+
+packed = pack(torch.zeros(1024, 256))
+packed_linear(torch.zeros(1, 256), packed)
+before = private_kib()
+for num_rows in (*range(1, 257), *range(1, 257)):
+    packed_linear(torch.zeros(num_rows, 256), packed)
+print(private_kib() - before)
+"""
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="reads /proc")
+def test_each_number_of_rows_kept_half_a_megabyte_for_each_matrix_shape():
+    done = subprocess.run([sys.executable, "-c", ALL_ROW_COUNTS], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 64 * 1024, f"{done.stdout} KiB more; with a number of rows each it is about 180,000"

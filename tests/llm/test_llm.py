@@ -293,11 +293,11 @@ def test_wrong_values_are_told_before_a_model_is_looked_for():
     with pytest.raises(ConfigError, match="page_size"):
         LLM("/no/such/model", page_size=-1)
     with pytest.raises(ConfigError, match="tp_size"):
-        LLM("/no/such/model", tp_size=2)
+        LLM("/no/such/model", tp_size=0)
     with pytest.raises(ConfigError, match="tp_size"):
         LLM("/no/such/model", tp_size=True)
     with pytest.raises(ConfigError, match="/no/such/model"):
-        LLM("/no/such/model", tp_size=1)
+        LLM("/no/such/model", tp_size=2)
 
 
 def test_a_memory_ratio_that_has_no_effect_is_told(make_llm, caplog):

@@ -19,6 +19,7 @@ import pytest
 
 from minisgl.core import SamplingParams
 from minisgl.message import AbortBackendMsg, BaseBackendMsg, BaseTokenizerMsg, BatchBackendMsg, BatchTokenizerMsg, ExitMsg, UserMsg
+from minisgl.processes.served_scheduler import ServedScheduler
 from minisgl.replay import replay
 from minisgl.scheduler import SchedulerConfig
 from minisgl.scheduler.agreement import (
@@ -33,7 +34,6 @@ from minisgl.scheduler.agreement import (
     steps_path,
 )
 from minisgl.scheduler.io import SchedulerIOMixin
-from minisgl.server.served_scheduler import ServedScheduler
 from minisgl.utils import ZmqPullQueue, ZmqPushQueue, run_directory
 from minisgl.utils.heartbeat import Heart, make_heartbeat_file
 from tests.scheduler.fake_engine import LIMITS, FakeEngine, make

@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 
 from minisgl.distributed.groups import join_groups
-from minisgl.server.child import Child, run_child
-from minisgl.server.served_scheduler import ServedScheduler, serve_scheduler
+from minisgl.processes.child import Child, run_child
+from minisgl.processes.served_scheduler import ServedScheduler, serve_scheduler
 from minisgl.utils import make_private_directory
 from tests.scheduler.fake_engine import LIMITS, FakeEngine
 

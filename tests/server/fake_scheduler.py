@@ -16,7 +16,7 @@ import msgspec
 
 from minisgl.errors import ModelFormatError
 from minisgl.message import BackendReadyMsg, BaseTokenizerMsg, DetokenizeMsg
-from minisgl.server.child import Child, run_child
+from minisgl.processes.child import Child, run_child
 from minisgl.utils import ZmqPullQueue, ZmqPushQueue
 
 STEP_S = 0.005

@@ -15,8 +15,8 @@ import torch
 from minisgl.distributed.groups import join_groups
 from minisgl.engine.engine import make_engine
 from minisgl.message import UserMsg
-from minisgl.server.child import Child, run_child
-from minisgl.server.served_scheduler import ServedScheduler, serve_scheduler
+from minisgl.processes.child import Child, run_child
+from minisgl.processes.served_scheduler import ServedScheduler, serve_scheduler
 from minisgl.utils import make_private_directory
 from tests.server.fake_engine_process import BYTE_LIMITS, ForgetfulEngine
 

@@ -17,11 +17,11 @@ import pytest
 
 from minisgl.cli import main
 from minisgl.errors import ConfigError, WorkerError
+from minisgl.processes.logs import REQUEST_ID, SafeFormatter
 from minisgl.scheduler.config import SchedulerConfig
 from minisgl.server import openapi
 from minisgl.server.http_options import HttpOptions
 from minisgl.server.launcher import CHILD_MODULES, serve
-from minisgl.server.logs import REQUEST_ID, SafeFormatter
 from minisgl.server.options import ServerOptions
 from tests.server.local_server import WAIT, chat_body, local_server
 from tests.server.server_process import wait_until, write_byte_model

@@ -11,7 +11,7 @@ import sys
 import httpx
 import pytest
 
-from minisgl.server.logs import SafeFormatter
+from minisgl.processes.logs import SafeFormatter
 from tests.server.server_process import END_S, server_process, wait_until, write_byte_model
 
 FORGED = "x\nERROR fake\r\n2026-01-01 00:00:00,000 ERROR fake: gone\u2028ERROR fake\x1b[31m\x9b31m\0\x7f"

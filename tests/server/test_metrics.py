@@ -18,10 +18,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from minisgl.core import SamplingParams
 from minisgl.message import AbortBackendMsg, Histogram, SchedulerStats, StatsMsg, UserMsg, UserReply
+from minisgl.processes.served_scheduler import ServedScheduler
 from minisgl.scheduler.config import SchedulerConfig
 from minisgl.server.metrics import Metrics
 from minisgl.server.request_counts import Course, RequestCounts
-from minisgl.server.served_scheduler import ServedScheduler
 from minisgl.utils.heartbeat import Heart, make_heartbeat_file
 from tests.scheduler.fake_engine import LIMITS, FakeEngine
 from tests.server.local_server import MODEL, WAIT, local_server

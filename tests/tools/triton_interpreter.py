@@ -6,6 +6,8 @@ loaded from memory on numpy >= 2.4; and it patches the whole language again for 
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
@@ -29,8 +31,9 @@ def is_bf16(handle):
     return handle.dtype.scalar == BF16
 
 
+@cache
 def install():
-    """Patch the interpreter; once per process, before any kernel runs."""
+    """Patch the interpreter, once per process, however often it is called; before any kernel runs."""
     builder = interpreter.InterpreterBuilder
     patch_tensor = interpreter._patch_lang_tensor
     cast, binary, unary, fma, dot = (getattr(builder, n) for n in ("cast_impl", "binary_op", "unary_op", "create_fma", "create_dot"))

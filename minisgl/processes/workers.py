@@ -1,7 +1,7 @@
-"""One child process as the launcher sees it: started as `python -m MODULE`, it reports, gets orders, and is ended.
+"""One child process as its parent sees it: started as `python -m MODULE`, it reports, gets orders, and is ended.
 
 Started through subprocess, never multiprocessing, which would run the user's script again in the child. Knows no HTTP and no model.
-Called by the launcher.
+Called by `children`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import sys
 
 import msgspec
 
-from minisgl.server.child import Order, Report, ReportKind
-from minisgl.server.options import ChildSetup
+from minisgl.processes.child import Order, Report, ReportKind
+from minisgl.processes.setup import ChildSetup
 
 __all__ = ["Worker", "describe_exit"]
 
@@ -25,8 +25,8 @@ class Worker:
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], report_fd: int) -> None:
         self.name = name
-        self.reported: set[ReportKind] = set()
-        """kinds of the reports that have been read"""
+        self.reported: dict[ReportKind, str] = {}
+        """kinds of the reports that have been read, with the text of the last one"""
         self._process = process
         self._report_fd = report_fd
         self._rest = b""
@@ -35,7 +35,7 @@ class Worker:
     def start(cls, name: str, module: str, setup: ChildSetup) -> Worker:
         """Start `python -m module`. `setup.report_fd` is filled in here; its other descriptors, if not negative, are inherited.
 
-        The launcher's signals must be blocked by the caller for the moment of this call.
+        SIGINT and SIGTERM must be blocked by the caller for the moment of this call.
         """
         read_fd, write_fd = os.pipe()
         try:
@@ -64,7 +64,7 @@ class Worker:
             return None
         *lines, self._rest = (self._rest + block).split(b"\n")
         reports = [msgspec.json.decode(line, type=Report) for line in lines]
-        self.reported.update(report.kind for report in reports)
+        self.reported.update((report.kind, report.text) for report in reports)
         return reports
 
     def order(self, order: Order) -> None:

@@ -1,11 +1,14 @@
-"""One rank's scheduler process (hops 4 to 10). Started by the launcher; ready once the model has computed something on every rank."""
+"""One rank's scheduler process (hops 4 to 10); ready once the model has computed something on every rank.
+
+Started by the server's launcher and by the offline class.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 
-from minisgl.server.child import Child, run_child
+from minisgl.processes.child import Child, run_child
 
 
 def main(child: Child) -> None:
@@ -15,7 +18,7 @@ def main(child: Child) -> None:
     import torch
 
     from minisgl.engine.engine import make_engine
-    from minisgl.server.served_scheduler import ServedScheduler, serve_scheduler
+    from minisgl.processes.served_scheduler import ServedScheduler, serve_scheduler
 
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, _num_cores() // config.tp_info.size))

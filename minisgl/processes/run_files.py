@@ -1,4 +1,7 @@
-"""The files of one server in the run directory: claimed before the start, removed when all is over. Called by launcher and children."""
+"""The files of one server in the run directory: claimed before the start, removed when all is over.
+
+Called by whoever starts processes, and by these.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""SIGINT and SIGTERM as something to wait for, beside whatever else is waited for. Called by the launcher, in the main thread."""
+"""SIGINT and SIGTERM as something to wait for, beside whatever else is waited for.
+
+Called by the launcher, in the main thread; `blocked_signals` by `children`, in any.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the server's processes log: a record is one line, and a traceback's lines are set off, whatever a client wrote into them.
+"""How child processes log: a record is one line, and a traceback's lines are set off, whatever a client wrote into them.
 
 Knows the standard library only. Called by the children's programs.
 """

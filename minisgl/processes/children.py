@@ -1,27 +1,33 @@
-"""All children of one server, which live and die together: started, waited for, drained, ended.
+"""All children of one server or one offline engine, which live and die together: started, waited for, drained, ended.
 
-Knows what children report and obey, not what they do. Called by the launcher.
+Knows what children report and obey, not what they do. Called by the launcher, which waits for signals beside, and by the offline class,
+which does not.
 """
 
 from __future__ import annotations
 
+import os
 import selectors
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
 from minisgl.errors import WorkerError
+from minisgl.processes.child import PRIMARY, Divergence, Order, Report, ReportKind
+from minisgl.processes.setup import ChildSetup, settings_of
+from minisgl.processes.signals import Signals, blocked_signals
+from minisgl.processes.workers import Worker, describe_exit
 from minisgl.scheduler.agreement import explain_divergence
 from minisgl.scheduler.config import SchedulerConfig
-from minisgl.server.child import PRIMARY, Divergence, Order, Report
-from minisgl.server.http_options import HttpOptions
-from minisgl.server.options import ChildSetup, settings_of
-from minisgl.server.signals import Signals, blocked_signals
-from minisgl.server.workers import Worker, describe_exit
+from minisgl.utils.heartbeat import make_heartbeat_file
 
-__all__ = ["Children", "Program"]
+__all__ = ["SCHEDULER_MODULE", "Children", "Program", "rank_programs"]
+
+SCHEDULER_MODULE = "minisgl.processes.scheduler_process"
+"""The program of a rank."""
 
 LAST_WORDS_S = 4.0
 """How long the API may take to end pending requests; slightly more than it gives its clients."""
@@ -41,12 +47,18 @@ class Program:
     module: str
     rank: int = 0
     """of a scheduler"""
-    number: int = 0
-    """of a process that only tokenizes, from 1"""
+    own: Mapping[str, Any] = field(default_factory=dict)
+    """`ChildSetup.own`"""
     listens: bool = False
     """It gets the listening socket: the API."""
     reports_ready: bool = True
     """False: another one is ready for it."""
+
+
+def rank_programs(num_ranks: int, module: str = SCHEDULER_MODULE) -> list[Program]:
+    """A scheduler for each rank; rank 0 is ready for all of them."""
+    others = (Program(f"{PRIMARY} rank {rank}", module, rank, reports_ready=False) for rank in range(1, num_ranks))
+    return [Program(PRIMARY, module), *others]
 
 
 class Children:
@@ -63,27 +75,42 @@ class Children:
         self._is_hurried = False
         self._suffix = ""
 
-    def start(self, programs: Sequence[Program], setup: ChildSetup, config: SchedulerConfig) -> None:
-        """Start all of them, in this order."""
-        self._suffix = config._unique_suffix
-        for place, program in enumerate(programs):
-            own = msgspec.structs.replace(
-                setup,
-                place=place,
-                number=program.number,
-                settings=settings_of(config, program.rank),
-                listen_fd=setup.listen_fd if program.listens else -1,
-                http=setup.http if program.listens else HttpOptions(),
-            )
-            with blocked_signals():
-                worker = Worker.start(program.name, program.module, own)
-                self._workers.append(worker)
-            if program.reports_ready:
-                self._awaited.append(worker)
-            if program.listens:
-                self._api = worker
+    @property
+    def workers(self) -> Sequence[Worker]:
+        """All that have been started; each is readable when `check` has something to do."""
+        return self._workers
 
-    def wait_until_ready(self, signals: Signals) -> int | None:
+    def start(self, programs: Sequence[Program], config: SchedulerConfig, *, step_timeout: float = 0.0, listen_fd: int = -1) -> None:
+        """Start all of them, in this order, with memory for their signs of life, of which they keep a copy each.
+
+        `step_timeout`: see ChildSetup. `listen_fd`: the descriptor for the one that listens.
+        """
+        self._suffix = config._unique_suffix
+        heartbeat_fd = make_heartbeat_file(len(programs))
+        setup = ChildSetup({}, step_timeout, heartbeat_fd, [program.name for program in programs])
+        try:
+            for place, program in enumerate(programs):
+                own = msgspec.structs.replace(
+                    setup,
+                    place=place,
+                    settings=settings_of(config, program.rank),
+                    listen_fd=listen_fd if program.listens else -1,
+                    own=dict(program.own),
+                )
+                self._start(program, own)
+        finally:
+            os.close(heartbeat_fd)
+
+    def _start(self, program: Program, setup: ChildSetup) -> None:
+        with blocked_signals():
+            worker = Worker.start(program.name, program.module, setup)
+            self._workers.append(worker)
+        if program.reports_ready:
+            self._awaited.append(worker)
+        if program.listens:
+            self._api = worker
+
+    def wait_until_ready(self, signals: Signals | None = None) -> int | None:
         """Return None when all are ready, or the number of a signal that came first. Raises WorkerError with a failed one's cause."""
         return self._handle_until(lambda: all("ready" in worker.reported for worker in self._awaited), signals)
 
@@ -107,24 +134,34 @@ class Children:
         number = self._handle_until(lambda: "drained" in api.reported, signals, time.monotonic() + timeout)
         self._is_hurried = number is not None
 
-    def stop(self, why: str, signals: Signals) -> None:
+    def check(self) -> None:
+        """Read what has been reported. Raises WorkerError, with the cause, if a child has died or failed."""
+        self._handle_events(None, 0)
+
+    def reported_by(self, name: str, kind: ReportKind) -> str:
+        """The text of the last report of this kind by the child `name`, which has made one."""
+        return next(worker for worker in self._workers if worker.name == name).reported[kind]
+
+    def stop(self, why: str, signals: Signals | None = None) -> None:
         """End pending requests with the error `why`, then all processes. A further signal cuts the waiting short."""
         if self._api is not None and "ready" in self._api.reported:
             self._api.order(Order("close", why))
             self._wait_for([self._api], HURRIED_S if self._is_hurried else LAST_WORDS_S, signals)
             self._is_hurried |= self._api.wait(0) is None  # stopped, say: what it took too long is taken off the others' time
-        for worker in self._workers:
-            worker.let_go()
-        self._wait_for(self._workers, HURRIED_S if self._is_hurried else LEAVE_S, signals)
-        for worker in self._workers:
-            worker.kill()
+        try:
+            for worker in self._workers:
+                worker.let_go()
+            self._wait_for(self._workers, HURRIED_S if self._is_hurried else LEAVE_S, signals)
+        finally:
+            for worker in self._workers:
+                worker.kill()
 
     def _order_api(self, order: Order) -> Worker:
         assert self._api is not None
         self._api.order(order)
         return self._api
 
-    def _handle_until(self, is_done: Callable[[], bool], signals: Signals, deadline: float | None = None) -> int | None:
+    def _handle_until(self, is_done: Callable[[], bool], signals: Signals | None, deadline: float | None = None) -> int | None:
         """Handle events until `is_done`, the deadline, or a signal, whose number is returned."""
         number = None
         while number is None and not is_done():
@@ -134,14 +171,15 @@ class Children:
             number = self._handle_events(signals, timeout)
         return number
 
-    def _handle_events(self, signals: Signals, timeout: float | None) -> int | None:
+    def _handle_events(self, signals: Signals | None, timeout: float | None) -> int | None:
         """Wait for something to happen; the number of a signal if that is what happened."""
         with selectors.DefaultSelector() as selector:
-            selector.register(signals, selectors.EVENT_READ)
+            if signals is not None:
+                selector.register(signals, selectors.EVENT_READ)
             for worker in self._workers:
                 selector.register(worker, selectors.EVENT_READ)
             ready = [key.fileobj for key, _ in selector.select(timeout)]
-        if signals in ready:
+        if signals is not None and signals in ready:
             return signals.take()
         heard = [(worker, worker.read_reports()) for worker in self._workers if worker in ready]
         for worker, reports in heard:  # before all else: the other ranks may break off because of it
@@ -176,10 +214,10 @@ class Children:
         return explain_divergence(self._suffix, found.step, found.field, found.rank)
 
     @staticmethod
-    def _wait_for(workers: Sequence[Worker], timeout: float, signals: Signals) -> None:
+    def _wait_for(workers: Sequence[Worker], timeout: float, signals: Signals | None) -> None:
         """Return when all have gone, the time is over or a signal has come."""
         deadline = time.monotonic() + timeout
         for worker in workers:
             while worker.wait(0.05) is None:
-                if signals.has_come() or time.monotonic() > deadline:
+                if (signals is not None and signals.has_come()) or time.monotonic() > deadline:
                     return

@@ -1,8 +1,8 @@
-"""The launcher as a child process sees it: its setup, its orders, where to report, and that it is still there.
+"""Whoever has started it, as a child process sees it: its setup, its orders, where to report, and that it is still there.
 
-Standard input brings one JSON line with the setup, then orders, one a line; its end means that the launcher is gone, and then a child
-goes too, whatever it is doing. Reports go as JSON lines through an inherited pipe. Signals are the launcher's business: it blocks
-SIGINT and SIGTERM for its children.
+Standard input brings one JSON line with the setup, then orders, one a line; its end means that the parent is gone, and then a child goes
+too, whatever it is doing. Reports go as JSON lines through an inherited pipe. Signals are the parent's business: it blocks SIGINT and
+SIGTERM for its children.
 
 Knows no HTTP, no model, no message. Called by the children's programs.
 """
@@ -19,9 +19,9 @@ from typing import Literal
 import msgspec
 
 from minisgl.errors import MinisglError
-from minisgl.server.logs import configure_logging
-from minisgl.server.options import ChildSetup
-from minisgl.server.run_files import remove_run_files
+from minisgl.processes.logs import configure_logging
+from minisgl.processes.run_files import remove_run_files
+from minisgl.processes.setup import ChildSetup
 from minisgl.utils.heartbeat import Heart
 
 __all__ = ["PRIMARY", "Child", "Divergence", "Order", "Report", "ReportKind", "run_child"]
@@ -31,16 +31,16 @@ logger = logging.getLogger(__name__)
 STDIN = 0
 PRIMARY = "scheduler"
 """Name of the child that is rank 0."""
-ReportKind = Literal["stage", "ready", "open", "drained", "failed", "diverged", "steps"]
+ReportKind = Literal["stage", "ready", "limits", "open", "drained", "failed", "diverged", "steps"]
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What a child tells the launcher."""
+    """What a child tells its parent."""
 
     kind: ReportKind
     text: str = ""
-    """stage, ready: what has been done and is worth saying; open, steps: that order is carried out; drained: no request is left; failed:
-    why; diverged: a Divergence in JSON"""
+    """stage, ready: what has been done and is worth saying; limits: EngineLimits in JSON; open, steps: that order is carried out; drained:
+    no request is left; failed: why; diverged: a Divergence in JSON"""
 
 
 class Divergence(msgspec.Struct, frozen=True):
@@ -52,7 +52,7 @@ class Divergence(msgspec.Struct, frozen=True):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What the launcher tells a child."""
+    """What a child is told."""
 
     kind: Literal["open", "drain", "close", "steps"]
     """open: all processes are ready; drain: take no new request and tell when none is left; close: end what is pending with an error, go;
@@ -62,7 +62,7 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Child:
-    """This process, a child of the launcher."""
+    """This process, a child of a server's launcher or of an offline class."""
 
     def __init__(
         self, setup: ChildSetup, on_order: Callable[[Order], None] = lambda _: None, on_parent_gone: Callable[[], None] = lambda: None
@@ -75,7 +75,7 @@ class Child:
         self.heart = Heart(setup.heartbeat_fd, setup.place)
 
     def report(self, kind: ReportKind, text: str = "") -> None:
-        """Tell the launcher. If it is gone there is nobody to tell."""
+        """Tell the parent. If it is gone there is nobody to tell."""
         with contextlib.suppress(BrokenPipeError):
             os.write(self.setup.report_fd, msgspec.json.encode(Report(kind, text)) + b"\n")
 
@@ -98,7 +98,7 @@ def run_child(
     configure_logging()
     lines = _lines(STDIN)
     setup = next(lines, None)
-    if setup is None:  # the launcher has gone already
+    if setup is None:  # the parent has gone already
         return 1
     child = Child(msgspec.json.decode(setup, type=ChildSetup), on_order, on_parent_gone)
     child.heart.start()

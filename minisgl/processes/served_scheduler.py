@@ -1,4 +1,4 @@
-"""The scheduler of a server's process: tries the model out before it reports ready, shows when each step begins, and counts.
+"""The scheduler of a rank's process: tries the model out before it reports ready, shows when each step begins, and counts.
 
 Loads torch. Called by the scheduler process, and by tests with an engine of their own.
 """
@@ -15,12 +15,12 @@ from minisgl.core import Req, SamplingParams
 from minisgl.engine.base import BaseEngine
 from minisgl.errors import WorkerError
 from minisgl.message import BackendReadyMsg, BaseBackendMsg, BaseTokenizerMsg, BatchTokenizerMsg, DetokenizeMsg, StatsMsg, UserMsg
+from minisgl.processes.child import PRIMARY, Child, Divergence, Order
+from minisgl.processes.scheduler_stats import StatsKeeper
+from minisgl.processes.setup import STEP_TIMEOUT_S
 from minisgl.scheduler.agreement import DivergedError, steps_path
 from minisgl.scheduler.config import SchedulerConfig
 from minisgl.scheduler.scheduler import Scheduler
-from minisgl.server.child import PRIMARY, Child, Divergence, Order
-from minisgl.server.options import STEP_TIMEOUT_S
-from minisgl.server.scheduler_stats import StatsKeeper
 from minisgl.utils.heartbeat import BEAT_S, Heart, PulseReader
 
 __all__ = ["ServedScheduler", "serve_scheduler"]
@@ -152,6 +152,7 @@ def _serve(child: Child, scheduler: ServedScheduler) -> None:
     scheduler.sync_all_ranks()
     scheduler.send_result(BackendReadyMsg(max_seq_len=limits.max_seq_len, num_pool_tokens=limits.num_pool_tokens))
     if child.config.tp_info.is_primary():
+        child.report("limits", msgspec.json.encode(limits).decode())
         pool = f"{limits.num_pages} pages of {limits.page_size} tokens, {limits.num_pool_tokens} tokens"
         child.report("ready", f"tried out on {limits.device_type}; at most {limits.max_running_req} requests at a time; KV pool: {pool}")
     scheduler.run_forever()

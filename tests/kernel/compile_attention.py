@@ -1,0 +1,122 @@
+"""Compile the attention kernels for sm_90 on a machine without a GPU: `python compile_attention.py CASE...` prints one JSON line a case.
+
+A program of its own, since the test process has Triton's interpreter switched on. The launches are those of the real wrappers: a
+recorder stands in the kernel's place and compiles what it is called with.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from minisgl.kernel.gpu import decode_attention as decode
+from minisgl.kernel.gpu import prefill_attention as prefill
+
+TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
+BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+def type_of(argument):
+    """A kernel argument's type in Triton's notation; None is a constant."""
+    if isinstance(argument, TensorDescriptor):
+        return f"tensordesc<{TYPES[argument.base.dtype][1:]}{list(argument.block_shape)}>"
+    return TYPES[argument.dtype] if isinstance(argument, torch.Tensor) else "i32"
+
+
+class Recorder:
+    """Compiles instead of launching; tensors count as aligned to 16 bytes unless the kernel does not ask."""
+
+    def __init__(self, kernel):
+        self.kernel, self.compiled = kernel, None
+
+    def __getitem__(self, grid):
+        return self.launch
+
+    def launch(self, *args, **constants):
+        options = {name: constants.pop(name) for name in OPTIONS if name in constants}
+        names = self.kernel.arg_names[: len(args)]
+        signature = {n: type_of(a) for n, a in zip(names, args, strict=True)}
+        constants.update({n: None for n, a in zip(names, args, strict=True) if a is None})
+        signature.update(dict.fromkeys(constants, "constexpr"))
+        is_aligned = {p.name: not p.do_not_specialize_on_alignment for p in self.kernel.params}
+        attrs = {
+            (i,): [["tt.divisibility", 16]]
+            for i, (n, a) in enumerate(zip(names, args, strict=True))
+            if isinstance(a, torch.Tensor) and is_aligned[n]
+        }
+        source = ASTSource(self.kernel, signature, constants, attrs)
+        self.compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def run(tool, *flags, cubin):
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([BIN / tool, *flags, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def facts(compiled):
+    """What the test asserts: resources and the instructions that count."""
+    usage = run("cuobjdump", "-res-usage", cubin=compiled.asm["cubin"])
+    sass = run("cuobjdump", "-sass", cubin=compiled.asm["cubin"])
+    words = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)", sass, re.MULTILINE)
+    counts = {name: sum(w.split(".")[0] == name for w in words) for name in ("HGMMA", "HMMA", "LDGSTS", "UTMALDG", "LDG", "STL", "LDL")}
+    registers, stack = (int(re.search(rf"{name}:(\d+)", usage).group(1)) for name in ("REG", "STACK"))
+    return {**counts, "registers": registers, "stack": stack, "shared_bytes": compiled.metadata.shared, "instructions": len(words)}
+
+
+def compile_decode(num_heads, num_kv_heads, head_dim, page_size, num_rows, dtype=torch.bfloat16, config=None):
+    decode._decode_kernel = recorder = Recorder(KERNELS["decode"])
+    q = torch.empty(num_rows, num_heads, head_dim, dtype=dtype)
+    pool = torch.empty(2, num_kv_heads, page_size, head_dim, dtype=dtype)
+    numbers = torch.zeros(4, dtype=torch.int32)
+    work = decode.DecodeWork(numbers, numbers, numbers, torch.zeros(8, 2, dtype=torch.int32), numbers[:1])
+    partials = decode.make_partials(8, 4, num_kv_heads, num_heads // num_kv_heads, head_dim, q.device)
+    decode.decode_attention(q, pool, pool, torch.zeros(4, 8, dtype=torch.int32), work, partials, None, config)
+    return facts(recorder.compiled)
+
+
+def compile_form(form, *numbers):
+    return compile_decode(16, 8, 128, 64, 256, config=decode.DecodeConfig(*map(int, numbers), form=form))
+
+
+def compile_prefill(num_heads, num_kv_heads, head_dim, page_size, dtype=torch.bfloat16, config=None):
+    prefill._prefill_kernel = recorder = Recorder(KERNELS["prefill"])
+    q = torch.empty(300, num_heads, head_dim, dtype=dtype)
+    pool = torch.empty(6, num_kv_heads, page_size, head_dim, dtype=dtype)
+    lens = np.array([0], dtype=np.int32), np.array([300], dtype=np.int32)
+    config = config or prefill.prefill_config(head_dim, dtype)
+    rows = prefill.PrefillRows(*(torch.zeros(1, dtype=torch.int32) for _ in range(4)))
+    tiles = torch.from_numpy(prefill.plan_prefill(*lens, config.block_m))
+    prefill.prefill_attention(q, pool, pool, torch.zeros(4, 8, dtype=torch.int32), rows, tiles, None, config)
+    return facts(recorder.compiled)
+
+
+KERNELS = {"decode": decode._decode_kernel, "prefill": prefill._prefill_kernel}
+COMPILERS = {
+    "decode": lambda *numbers: compile_decode(*map(int, numbers)),
+    "prefill": lambda *numbers: compile_prefill(*map(int, numbers)),
+    "form": compile_form,
+}
+
+
+def main():
+    for case in sys.argv[1:]:
+        kind, *numbers = case.split(",")
+        sys.stdout.write(json.dumps({"case": case, **COMPILERS[kind](*numbers)}) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Compile the small kernels for sm_90 on a machine without a GPU: `python -m tests.kernel.compile_small` prints one JSON line a kernel.
+
+A program of its own, since the test process has Triton's interpreter switched on. The launches are those of the real wrappers: a
+recorder stands in the kernel's place and compiles what it is called with.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from minisgl.kernel.gpu import activation, inputs, norm, rope, sampling
+from tests.kernel.compile_attention import TYPES, run
+
+VOCAB_SIZE, NUM_IDS = 151_936, 151_669
+
+
+@dataclass(frozen=True)
+class Model:
+    hidden: int
+    num_heads: int
+    intermediate: int
+    num_kv_heads: int = 8
+    head_dim: int = 128
+
+
+MODELS = {"0.6B": Model(1024, 16, 3072), "14B": Model(5120, 40, 17408)}
+
+
+class Recorder:
+    """Compiles instead of launching; every tensor counts as aligned to 16 bytes."""
+
+    def __init__(self, module, name):
+        self.kernel = getattr(module, name)
+        setattr(module, name, self)
+        self.compiled = None
+
+    def __getitem__(self, grid):
+        return self.launch
+
+    def launch(self, *args, num_warps=4, launch_pdl=False, PDL=False):
+        signature, constants, attrs = {}, {}, {}
+        for i, (parameter, arg) in enumerate(zip(self.kernel.params, (*args, PDL), strict=True)):
+            if parameter.is_constexpr:
+                signature[parameter.name], constants[(i,)] = "constexpr", arg
+            elif isinstance(arg, torch.Tensor):
+                signature[parameter.name], attrs[(i,)] = TYPES[arg.dtype], [["tt.divisibility", 16]]
+            else:
+                signature[parameter.name] = "fp32" if isinstance(arg, float) else "i32"
+        source = ASTSource(self.kernel, signature, constants, attrs)
+        self.compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps, "launch_pdl": launch_pdl})
+
+    def report(self, name):
+        """Resources, and instructions by name and width."""
+        usage = run("cuobjdump", "-res-usage", cubin=self.compiled.asm["cubin"])
+        sass = run("cuobjdump", "-sass", cubin=self.compiled.asm["cubin"])
+        words = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)", sass, re.MULTILINE)
+        registers, stack = (int(re.search(rf"{field}:(\d+)", usage).group(1)) for field in ("REG", "STACK"))
+        counts = Counter(word for word in words if re.match(r"LDG|STG|LDL|STL|MUFU|ATOM", word))
+        line = json.dumps({"name": name, "registers": registers, "stack": stack, "instructions": len(words), **counts})
+        sys.stdout.write(line + "\n")
+
+
+def tensor(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype)
+
+
+def compile_model(name, model):
+    recorder = Recorder(norm, "_rms_norm_kernel")
+    x, gain = tensor(4, model.hidden), tensor(model.hidden)
+    norm.rms_norm(x, gain, 1e-6)
+    recorder.report(f"rms_norm {name}")
+    norm.add_rms_norm(x, x, gain, 1e-6)
+    recorder.report(f"add_rms_norm {name}")
+    norm._rms_norm_kernel = recorder.kernel
+
+    recorder = Recorder(activation, "_silu_mul_kernel")
+    activation.silu_mul(tensor(4, 2 * model.intermediate))
+    recorder.report(f"silu_mul {name}")
+    activation._silu_mul_kernel = recorder.kernel
+
+    recorder = Recorder(rope, "_rope_and_store_kernel")
+    qkv, angles = tensor(4, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim), tensor(4, model.head_dim // 2)
+    pool, gain = tensor(2, model.num_kv_heads, 64, model.head_dim), tensor(model.head_dim)
+    rope.rope_and_store(qkv, angles, angles, (gain, gain, 1e-6), pool, pool, tensor(4, dtype=torch.int32))
+    recorder.report(f"rope_and_store {name}")
+    rope._rope_and_store_kernel = recorder.kernel
+
+
+def compile_common():
+    recorder = Recorder(sampling, "_sample_kernel")
+    slots, seeds = tensor(4, dtype=torch.int32), tensor(4, dtype=torch.int64)
+    workspace = sampling.make_workspace(4, NUM_IDS, torch.device("cpu"))
+    sampling.sample(tensor(4, VOCAB_SIZE), tensor(4, dtype=torch.float32), seeds, slots, NUM_IDS, workspace, slots)
+    recorder.report("sample")
+
+    recorder = Recorder(inputs, "_decode_inputs_kernel")
+    inputs.decode_inputs(tensor(6, 256, dtype=torch.int32), seeds, 4)
+    recorder.report("decode_inputs")
+    recorder = Recorder(inputs, "_update_page_table_kernel")
+    inputs.update_page_table(tensor(8, 640, dtype=torch.int32), tensor(256, 3, dtype=torch.int32), slots)
+    recorder.report("update_page_table")
+    recorder = Recorder(inputs, "_remember_kernel")
+    inputs.remember(seeds, slots, seeds)
+    recorder.report("remember")
+
+
+if __name__ == "__main__":
+    for key, value in MODELS.items():
+        compile_model(key, value)
+    compile_common()
