@@ -21,9 +21,10 @@ Tensors = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class FewRows:
-    """Matrix products of at most `max_rows` rows; see `kernel.gpu.linear`."""
+    """Matrix products of few rows; see `kernel.gpu.linear`."""
 
-    max_rows: int
+    is_faster: Callable[[int, int, bool], bool]
+    """whether they beat the library's for so many tokens and inputs, and with a norm before or without"""
     linear: Callable[..., torch.Tensor]
     norm_linear: Callable[..., Tensors]
 
@@ -46,7 +47,7 @@ def kernels_for(device: torch.device) -> Kernels:
     if device.type == "cuda":
         from minisgl.kernel.gpu import activation, linear, norm, rope
 
-        few_rows = FewRows(linear.MAX_ROWS, linear.linear, linear.norm_linear)
+        few_rows = FewRows(linear.is_faster, linear.linear, linear.norm_linear)
         return Kernels(norm.rms_norm, norm.add_rms_norm, activation.silu_mul, rope.rope_and_store, few_rows)
     return Kernels(_rms_norm, _add_rms_norm, _silu_mul)
 

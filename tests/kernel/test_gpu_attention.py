@@ -20,6 +20,7 @@ import torch
 
 from minisgl.kernel import reference
 from minisgl.kernel.gpu.decode_attention import (
+    CHUNK,
     FEW_ROWS,
     DecodeConfig,
     DecodeWork,
@@ -207,7 +208,7 @@ def test_decode_takes_queries_that_are_part_of_a_wider_row(device):
 
 def test_a_plan_holds_every_chunk_once_and_whole_ones_of_long_rows_first():
     lengths = np.array([5, 0, 700, 256, 513, 257], dtype=np.int32)
-    first_partial, items = plan_decode(lengths)
+    first_partial, items = plan_decode(lengths, 256)
     assert items.tolist() == [[2, 0], [2, 1], [4, 0], [4, 1], [3, 0], [5, 0], [2, 2], [0, 0], [4, 2], [5, 1]]
     assert first_partial.tolist() == [-1, -1, 0, -1, 3, 6]
     assert (items.dtype, first_partial.dtype) == (np.int32, np.int32)
@@ -218,7 +219,7 @@ def test_a_plan_holds_every_chunk_once_and_whole_ones_of_long_rows_first():
 def test_the_bound_of_items_holds(seed):
     lengths = np.random.default_rng(seed).integers(0, 2000, 33).astype(np.int32)
     first_partial, items = plan_decode(lengths)
-    assert len(items) == sum(-(-int(n) // 256) for n in lengths) <= max_items(int(lengths.sum()), len(lengths), 2000)
+    assert len(items) == sum(-(-int(n) // CHUNK) for n in lengths) <= max_items(int(lengths.sum()), len(lengths), 2000)
     places = [int(first_partial[row] + chunk) for row, chunk in items if first_partial[row] >= 0]
     assert len(set(places)) == len(places)
     assert max(places) < len(items)

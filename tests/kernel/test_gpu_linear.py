@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from minisgl.kernel import reference
-from minisgl.kernel.gpu.linear import LinearConfig, linear, linear_config, norm_linear
+from minisgl.kernel.gpu.linear import LinearConfig, is_faster, linear, linear_config, norm_linear
 
 SIZES = [(1, 8, 16), (2, 5, 24), (3, 12, 100), (4, 7, 1100)]
 """rows, outputs, inputs"""
@@ -73,8 +73,25 @@ def test_every_program_size_gives_the_same(device):
         torch.testing.assert_close(linear(x, weight, config=LinearConfig(block_n, 64)), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_the_configuration_fills_the_device():
+def test_the_configuration_is_the_measured_one():
     assert linear_config(1024, 3072) == LinearConfig(1, 1024, 4)
     assert linear_config(4096, 1024) == LinearConfig(2, 512, 2)
     assert linear_config(6144, 1024, is_gated=True) == LinearConfig(2, 512, 2)
     assert linear_config(3, 5).block_k == 8
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1024, 3072), (4096, 1024), (6144, 1024), (34816, 5120), (5120, 17408)])
+def test_the_sums_of_any_number_of_tokens_fit_into_registers(outputs, inputs, num_tokens, is_gated):
+    config = linear_config(outputs, inputs, num_tokens, is_gated)
+    rows = 1 << (num_tokens - 1).bit_length()
+    assert rows * (1 + is_gated) * config.block_n * config.block_k <= 64 * 32 * config.num_warps
+
+
+def test_the_library_serves_long_rows_and_many_tokens():
+    assert is_faster(4, 3072, True)
+    assert not is_faster(5, 1024, False)
+    assert is_faster(1, 5120, False)
+    assert not is_faster(1, 5120, True)
+    assert not is_faster(2, 17408, False)

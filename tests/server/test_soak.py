@@ -109,6 +109,13 @@ class Soak:
     def greedy(self, prompt):
         return self.post("/v1/completions", prompt=prompt, max_tokens=24, temperature=0, ignore_eos=True)["choices"][0]["text"]
 
+    def warm_up(self):
+        """Steps of every size: a matrix library keeps code for each number of rows."""
+        for num_rows in range(1, PAGES):
+            self.post("/v1/completions", prompt=[[number] for number in range(num_rows)], max_tokens=2, ignore_eos=True)
+        for num_tokens in range(1, CONTEXT - 1):
+            self.post("/v1/completions", prompt=[num_tokens] * num_tokens, max_tokens=1)
+
     def connect(self, receive_bytes):
         client = socket.socket()
         client.settimeout(WAIT_S)
@@ -286,6 +293,7 @@ def soaking(model, folder):
 
 def test_mixed_load_leaves_nothing_behind(tiny_models, tmp_path):
     with soaking(tiny_models("llama"), tmp_path) as soak:
+        soak.warm_up()
         end, readings, accepted = time.monotonic() + 60 * MINUTES, [], []
         while time.monotonic() < end or len(readings) < 4:
             soak.load()

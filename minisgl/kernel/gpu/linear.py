@@ -21,10 +21,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernel.gpu.pdl import pdl_options
 
-__all__ = ["MAX_ROWS", "LinearConfig", "linear", "linear_config", "norm_linear"]
+__all__ = ["MAX_ROWS", "LinearConfig", "is_faster", "linear", "linear_config", "norm_linear"]
 
 MAX_ROWS = 4
-"""Tokens up to which this beats a library's product."""
+"""Tokens up to which this may beat a library's product."""
+LONG_INPUTS = 4096
+SUMS_PER_THREAD = 64
+"""Partial sums that a thread may hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +41,28 @@ class LinearConfig:
     num_warps: int = 4
 
 
-def linear_config(num_rows_of_weight: int, num_inputs: int, is_gated: bool = False) -> LinearConfig:
-    """The configuration used for a matrix [rows, K], whatever the number of tokens; measured on an H200 (benchmark/gpu/linear.py)."""
-    block_n = 1 if num_rows_of_weight < 2048 else 2 if num_rows_of_weight <= 4096 else 4 if num_inputs < 4096 else 8
+def is_faster(num_tokens: int, num_inputs: int, has_norm: bool) -> bool:
+    """True if this beats the library's product on an H200: short rows of weights always; long ones for one token, and only where no norm
+    has to be computed again by each program."""
+    if num_inputs >= LONG_INPUTS:
+        return num_tokens == 1 and not has_norm
+    return num_tokens <= MAX_ROWS
+
+
+def linear_config(num_weight_rows: int, num_inputs: int, num_tokens: int = 1, is_gated: bool = False) -> LinearConfig:
+    """The configuration used for a matrix [rows, K]; chosen by measurement on an H200 (benchmark/gpu/linear.py)."""
+    if num_inputs >= LONG_INPUTS:
+        block_n, block_k, num_warps = 4, 512, 2
+    elif num_weight_rows < 2048:
+        block_n, block_k, num_warps = 1, 1024, 4
+    else:
+        block_n, block_k, num_warps = 2 if num_weight_rows <= 4096 else 4, 512, 2
     block_n = max(1, block_n // 2) if is_gated else block_n  # each output reads two rows
-    block_k, num_warps = (1024, 4) if num_rows_of_weight < 2048 else (512, 2)
-    return LinearConfig(block_n, min(block_k, triton.next_power_of_2(num_inputs)), num_warps)
+    block_k = min(block_k, triton.next_power_of_2(num_inputs))
+    num_sums = triton.next_power_of_2(num_tokens) * (1 + is_gated)
+    while num_sums * block_n * block_k > SUMS_PER_THREAD * 32 * num_warps:  # else they would not stay in registers
+        block_n, block_k = (block_n // 2, block_k) if block_n > 1 else (1, block_k // 2)
+    return LinearConfig(block_n, block_k, num_warps)
 
 
 def linear(
@@ -81,7 +100,7 @@ def _launch(
     num_outputs = len(weight) // 2 if is_gated else len(weight)
     assert x.stride(1) == 1
     assert weight.is_contiguous()
-    config = config or linear_config(len(weight), num_inputs, is_gated)
+    config = config or linear_config(len(weight), num_inputs, num_rows, is_gated)
     out = x.new_empty((num_rows, num_outputs))
     total = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
     _linear_kernel[(triton.cdiv(num_outputs, config.block_n),)](
