@@ -56,7 +56,7 @@ class Linear(BaseOP):
         return self._product(x, getattr(self, "bias", None))
 
     def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        if self._few_rows is not None and self._few_rows.is_faster(*x.shape, False):
+        if self._few_rows is not None and self._few_rows.is_faster(len(x), x.shape[1], False):
             return self._few_rows.linear(x, self.weight, bias)
         return linear(x, self.weight, bias) if self._packed is None else packed_linear(x, self._packed, bias)
 
@@ -126,7 +126,7 @@ class FusedLinear(BaseOP):
         `is_gated`: of two parts of equal size, silu(first) * second instead of both.
         """
         few_rows = self._kernels.few_rows
-        if few_rows is not None and few_rows.is_faster(*x.shape, True):
+        if few_rows is not None and few_rows.is_faster(len(x), x.shape[1], True):
             return few_rows.norm_linear(x, residual, (norm.weight, norm.eps), self._weight, self._bias, is_gated=is_gated)
         hidden, total = norm.forward_add(x, residual)
         product = self.forward(hidden)
