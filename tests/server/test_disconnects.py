@@ -78,7 +78,8 @@ def check(server, num_clients, num_rounds):
     for _ in range(num_rounds - num_rounds // 2):
         leave_in_the_middle(server, num_clients)
         assert all_pages_become_free(server)
-    assert wait_until(lambda: {name: num_descriptors(pid) for name, pid in server.children.items()} == descriptors)
+    # not more; before, the last client's connection may still have been closing
+    assert wait_until(lambda: all(num_descriptors(pid) <= descriptors[name] for name, pid in server.children.items()))
     grown = {name: memory_bytes(pid) - memory[name] for name, pid in server.children.items()}
     assert max(grown.values()) < GROWTH_BYTES, grown
     answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "Still there?", "max_tokens": 5, "seed": 0}, timeout=END_S)
