@@ -493,7 +493,6 @@ def test_a_server_that_is_not_there_is_one_line_and_status_1(state):
         (["chat", "a", "--model", "b"], "name one model"),
         (["chat", "--page-size", "-1"], "--page-size"),
         (["serve", "--shell", "--port", "5"], "--port has no effect with --shell"),
-        (["serve", "--shell", "--tp", "2"], "--tp has no effect with --shell"),
     ],
 )
 def test_a_wrong_request_is_one_line_and_status_2(words, told, capsys, monkeypatch):
