@@ -68,7 +68,8 @@ ENGINE_FLAGS = (
     _Flag(
         "max_extend_tokens_beside_decode",
         ("--max-extend-tokens-beside-decode",),
-        "most prompt tokens of one step while other answers are being written and wait for it; 0: 2048 on CUDA, 128 on a CPU",
+        "most prompt tokens of one step while other answers are being written and wait for it; 0: 2048 on CUDA, 128 on a CPU; "
+        "without a server as many as --max-extend-tokens",
     ),
     _Flag("cuda_graph_max_bs", ("--cuda-graph-max-bs",), "largest decode step, in requests, that is a CUDA graph; 0: none is"),
     _Flag("reserve_tokens", ("--reserve-tokens",), "tokens of answer for which room is kept when a further request is admitted"),
@@ -92,7 +93,7 @@ HTTP_FLAGS = (
     _Flag("keep_alive_timeout", ("--keep-alive-timeout",), "seconds that an idle connection stays open"),
     _Flag("cors_origin", ("--cors-origin",), "origins, with commas between them, whose web pages may use the server; *: all; empty: none"),
 )
-PLAN_NAMES = ("dtype", "device", "max_seq_len", "max_running_req", "page_size", "num_pages", "memory_ratio", "cuda_graph_max_bs")
+PLAN_NAMES = ("dtype", "device", "max_seq_len", "max_running_req", "page_size", "num_pages", "memory_ratio")
 PLAN_FLAGS = tuple(flag for flag in ENGINE_FLAGS if flag.name in PLAN_NAMES)
 """Those that a memory plan depends on."""
 

@@ -110,6 +110,11 @@ class Engine:
             assert isinstance(attention, TritonAttention)
             self._graphs = DecodeGraphs(model, attention, comm, self._sampler, self._last_tokens, max_graph_rows)
 
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether the attention takes part in CUDA graphs."""
+        return self._attention.supports_graphs
+
     def close(self) -> None:
         """Leave the ranks' groups. The memory goes with the object."""
         if self.cpu_group is not None and dist.is_initialized():
@@ -232,17 +237,21 @@ def make_engine(
             device_type="cuda" if device.type == "cuda" else "cpu",
             is_asynchronous=device.type == "cuda",
         )
-        is_capturable = device.type == "cuda" and attention.supports_graphs and model_config.moe is None
-        return Engine(model, attention, comm, limits, groups.cpu, max_graph_rows if is_capturable else 0)
+        return Engine(model, attention, comm, limits, groups.cpu, max_graph_rows)
 
-    max_graph_rows = min(config.cuda_graph_max_bs, config.max_running_req)
-    step_bytes = 0
+    max_graph_rows, step_bytes = 0, 0
     if device.type == "cuda":
-        step_bytes = measure_step(build(1, 0), config.max_extend_tokens or DEFAULT_EXTEND_TOKENS["cuda"])
+        trial = build(1, 0)
+        step_bytes = measure_step(trial, config.max_extend_tokens or DEFAULT_EXTEND_TOKENS["cuda"])
+        if trial.can_be_captured and model_config.moe is None:
+            max_graph_rows = min(config.cuda_graph_max_bs, config.max_running_req)
+        del trial
         step_bytes += graph_bytes(graph_sizes(max_graph_rows), model_config.vocab_size, dtype)
     plan = plan_memory(config, model_config, dtype, page_size, available, num_bytes, device.type, step_bytes)
     plan = replace(plan, num_pages=_minimum(plan.num_pages, groups))
     log(f"memory: {plan}")
+    if config.cuda_graph_max_bs not in (0, EngineConfig.cuda_graph_max_bs) and not max_graph_rows:
+        log(f"--cuda-graph-max-bs {config.cuda_graph_max_bs} has no effect: this device, attention or model runs without CUDA graphs")
     if config.num_pages and config.memory_ratio:
         log(f"--memory-ratio {config.memory_ratio:g} has no effect beside --num-pages {config.num_pages}")
     return build(plan.num_pages, max_graph_rows)

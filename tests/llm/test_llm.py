@@ -300,6 +300,12 @@ def test_wrong_values_are_told_before_a_model_is_looked_for():
         LLM("/no/such/model", tp_size=2)
 
 
+def test_a_graph_size_that_has_no_effect_is_told(make_llm, caplog):
+    with caplog.at_level(logging.INFO):
+        make_llm(cuda_graph_max_bs=8)
+    assert any("--cuda-graph-max-bs 8 has no effect" in record.getMessage() for record in caplog.records)
+
+
 def test_a_memory_ratio_that_has_no_effect_is_told(make_llm, caplog):
     with caplog.at_level(logging.INFO, logger="minisgl"):
         make_llm(memory_ratio=0.5, num_pages=20)

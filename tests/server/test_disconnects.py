@@ -69,17 +69,28 @@ def num_descriptors(pid):
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
+def settled_descriptors(server):
+    """How many each process has open, once the last connections have been closed: unchanged over 20 readings."""
+    readings = []
+
+    def has_settled():
+        readings.append({name: num_descriptors(pid) for name, pid in server.children.items()})
+        return len(readings) >= 20 and all(reading == readings[-1] for reading in readings[-20:])
+
+    assert wait_until(has_settled), readings[-20:]
+    return readings[-1]
+
+
 def check(server, num_clients, num_rounds):
     for _ in range(1 + num_rounds // 2):  # buffers and pools reach their size
         leave_in_the_middle(server, num_clients)
         assert all_pages_become_free(server)
     memory = {name: memory_bytes(pid) for name, pid in server.children.items()}
-    descriptors = {name: num_descriptors(pid) for name, pid in server.children.items()}
+    descriptors = settled_descriptors(server)
     for _ in range(num_rounds - num_rounds // 2):
         leave_in_the_middle(server, num_clients)
         assert all_pages_become_free(server)
-    # not more; before, the last client's connection may still have been closing
-    assert wait_until(lambda: all(num_descriptors(pid) <= descriptors[name] for name, pid in server.children.items()))
+    assert wait_until(lambda: {name: num_descriptors(pid) for name, pid in server.children.items()} == descriptors)
     grown = {name: memory_bytes(pid) - memory[name] for name, pid in server.children.items()}
     assert max(grown.values()) < GROWTH_BYTES, grown
     answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "Still there?", "max_tokens": 5, "seed": 0}, timeout=END_S)

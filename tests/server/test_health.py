@@ -24,11 +24,10 @@ pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="re
 
 SEEN_S = 5.0
 """A stopped process shows within so many seconds."""
-IS_ALONE = "PYTEST_XDIST_WORKER" not in os.environ
-PROMPT_S = 0.5 if IS_ALONE else 2.0
-"""Health answers within so many seconds; beside other test processes the cores are not free."""
+PROMPT_S = 0.5
+"""Health answers within so many seconds."""
 STEP_TIMEOUT_S = 0.3
-GAP_S = 1.5 if IS_ALONE else 4.0
+GAP_S = 1.5
 """Other streams wait for no longer; the tokenizer takes three times as long, in a thread that holds no lock."""
 ROUTES = ("/health", "/health/ready", "/health/progress")
 
