@@ -37,6 +37,8 @@ __all__ = ["ClientGoneError", "Frontend", "Group", "Job", "Piece", "Receive"]
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 """ASGI's receive: after the body, it returns when the client has disconnected."""
+TURN_S = 0.005
+"""Replies that have arrived are taken for so long before others get their turn; what they show on one connection is sent at once."""
 SCORE_BYTES = 64
 """About as much is written for one token's log probability."""
 Job = Union[TokenizeMsg, DecodeMsg, FlushCacheMsg]
@@ -111,7 +113,9 @@ class Group:
         self._error: Exception | None = None
         self._changed = asyncio.Event()
         self.write_now: Callable[[Piece], bool] | None = None
-        """Shows a piece at once and tells whether it could; for what comes while the handler waits. Endings go to the handler."""
+        """Shows a piece, sent off by `flush`, and tells whether it could; for what comes while the handler waits. Endings go to it."""
+        self.flush: Callable[[], None] = lambda: None
+        """Sends off what `write_now` has shown; called when all that has arrived has been taken."""
         self.on_backlog: Callable[[int], None] = lambda _: None
         """Called with the bytes that wait for the handler when more of them have come."""
         self._num_waiting_bytes = 0
@@ -316,19 +320,30 @@ class Frontend:
 
     async def _deliver(self, inbox: ZmqAsyncPullQueue[BaseFrontendMsg]) -> None:
         while True:
-            message = await inbox.get()
-            now = time.monotonic()
-            for reply in message.data if isinstance(message, BatchFrontendMsg) else (message,):
-                # Replies to a request whose handler has left are on their way until the abort arrives.
-                if isinstance(reply, UserReply) and reply.uid in self._tickets:
-                    if reply.kind != "accepted":
-                        self._waiting.discard(reply.uid)
-                    ticket = self._tickets[reply.uid]
-                    self.counts.note(ticket.course, reply, now)
-                    ticket.group.take(ticket, reply)
-                elif isinstance(reply, StatsReply):
-                    self.counts.take_scheduler(reply.stats)
-            await asyncio.sleep(0)  # many replies may wait: others get their turn in between
+            message: BaseFrontendMsg | None = await inbox.get()
+            deadline = time.monotonic() + TURN_S
+            groups: set[Group] = set()
+            while message is not None:
+                now = time.monotonic()
+                self._take(message, now, groups)
+                message = inbox.get_waiting() if now < deadline else None
+            for group in groups:
+                group.flush()
+            await asyncio.sleep(0)  # more replies may wait: others get their turn in between
+
+    def _take(self, message: BaseFrontendMsg, now: float, groups: set[Group]) -> None:
+        """Deliver what arrived at `now`; adds to `groups` those that it was for."""
+        for reply in message.data if isinstance(message, BatchFrontendMsg) else (message,):
+            # Replies to a request whose handler has left are on their way until the abort arrives.
+            if isinstance(reply, UserReply) and reply.uid in self._tickets:
+                if reply.kind != "accepted":
+                    self._waiting.discard(reply.uid)
+                ticket = self._tickets[reply.uid]
+                self.counts.note(ticket.course, reply, now)
+                ticket.group.take(ticket, reply)
+                groups.add(ticket.group)
+            elif isinstance(reply, StatsReply):
+                self.counts.take_scheduler(reply.stats)
 
 
 async def _watch_client(receive: Receive, group: Group) -> None:

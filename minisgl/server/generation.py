@@ -91,6 +91,7 @@ class GenerationResponse(Response):
         connection = scope.get("state", {}).get("connection")
         if connection is not None:
             group.on_backlog = connection.check_backlog
+            group.flush = connection.flush_chunks
         if connection is not None and scope["http_version"] == "1.1":  # others get no chunks
             group.write_now = lambda piece: connection.write_chunk(_joined(self._form.events(piece)))
         endings: dict[int, Piece] = {}

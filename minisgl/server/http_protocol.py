@@ -48,6 +48,8 @@ class HttpProtocol(H11Protocol):
         """runs while the client has much to read"""
         self._behind_since = 0.0
         self._is_dropped = False
+        self._chunks: list[bytes] = []
+        """taken and not sent yet"""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's
         """Its first request must come now."""
@@ -80,13 +82,19 @@ class HttpProtocol(H11Protocol):
             self._drop(f"{num_bytes} bytes wait for it, {self._options.slow_reader_bytes} are allowed (--slow-reader-bytes)")
 
     def write_chunk(self, data: bytes) -> bool:
-        """Send `data`, not empty, as the next part of a chunked answer whose head has been sent; False, with nothing done, while the
-        client does not keep up or if it is gone."""
+        """Take `data`, not empty, as the next part of a chunked answer whose head has been sent; False, with nothing done, while the
+        client does not keep up or if it is gone. `flush_chunks` must be called before anything else is sent."""
         cycle = self.cycle
         if self.flow.write_paused or cycle.disconnected or not cycle.response_started or cycle.response_complete:
             return False
-        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        self._chunks.append(b"%x\r\n%b\r\n" % (len(data), data))
         return True
+
+    def flush_chunks(self) -> None:
+        """Send what `write_chunk` has taken, all of it by one call of the system, which is what an event costs most."""
+        if self._chunks:
+            self.transport.write(b"".join(self._chunks))
+            self._chunks.clear()
 
     def data_received(self, data: bytes) -> None:
         """Early bytes of a next request are dropped, and the connection is closed after the answer, so that the client repeats it. An

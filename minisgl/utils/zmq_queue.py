@@ -209,11 +209,23 @@ class ZmqAsyncPullQueue(_Queue, Generic[T]):
     def __init__(self, addr: str, create: bool, decoder: Callable[[bytes], T]) -> None:
         super().__init__(zmq.PULL, addr, create, asynchronous=True)
         self._decoder = decoder
+        self._waiting: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket.underlying)
 
     async def get(self) -> T:
         """The next message that decodes; others are dropped as in `ZmqPullQueue.get`. May be cancelled without losing a message."""
         while True:
             message = decode_or_drop(self._decoder, bytes(await self.socket.recv()))
+            if message is not None:
+                return message
+
+    def get_waiting(self) -> T | None:
+        """The next message that has arrived already and decodes; None if there is none. For the loop's thread, before `stop()`."""
+        while True:
+            try:
+                frame = self._waiting.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return None
+            message = decode_or_drop(self._decoder, bytes(frame))
             if message is not None:
                 return message
 

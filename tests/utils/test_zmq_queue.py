@@ -154,6 +154,25 @@ def test_a_cancelled_wait_of_the_event_loop_loses_no_message(addr):
     assert asyncio.run(receive()) == "kept"
 
 
+def test_what_has_arrived_is_had_without_waiting_and_the_event_loop_hears_of_what_comes_later(addr):
+    async def receive() -> list[str | None]:
+        queue = ZmqAsyncPullQueue[str](addr, create=True, decoder=decode)
+        with queue, ZmqPushQueue[str](addr, create=False, encoder=encode) as push:
+            found = [queue.get_waiting()]
+            for frame in (b"one", b"\xff", b"two", b"three"):
+                push.put_raw(frame)
+            found.append(await asyncio.wait_for(queue.get(), DEADLINE_S))
+            deadline = time.monotonic() + DEADLINE_S
+            while len(found) < 4 and time.monotonic() < deadline:
+                found += filter(None, [queue.get_waiting()])
+            later = asyncio.ensure_future(queue.get())
+            await asyncio.sleep(0)
+            push.put("four")
+            return [*found, queue.get_waiting() if later.done() else None, await asyncio.wait_for(later, DEADLINE_S)]
+
+    assert asyncio.run(receive()) == [None, "one", "two", "three", None, "four"]
+
+
 def test_the_publisher_sees_three_equal_subscriptions_and_each_subscriber_gets_everything(addr):
     with ZmqPubQueue[str](addr, create=True, encoder=encode) as pub:
         subs = [ZmqSubQueue[str](addr, create=False, decoder=decode) for _ in range(3)]
