@@ -1,8 +1,8 @@
 """A scheduler process without a model: says "x" for each request every few milliseconds, until its limit or an abort.
 
 Run as a child by the launcher. FAKE_SCHEDULER chooses another behaviour: `refuse` (a user's error while loading), `bug` (any other),
-`vanish` (dies while loading), `hang` (never gets ready). FAKE_CONTEXT is the most tokens of a prompt. A request for STUCK tokens begins
-a step that ends when the next message comes.
+`vanish` (dies while loading), `hang` (never gets ready). FAKE_CONTEXT is the most tokens of a prompt, FAKE_STEP_S the time of a
+step. A request for STUCK tokens begins a step that ends when the next message comes.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import threading
 import msgspec
 
 from minisgl.errors import ModelFormatError
-from minisgl.message import BackendReadyMsg, BaseTokenizerMsg, DetokenizeMsg
+from minisgl.message import BackendReadyMsg, BaseTokenizerMsg, BatchTokenizerMsg, DetokenizeMsg
 from minisgl.processes.child import Child, run_child
 from minisgl.utils import ZmqPullQueue, ZmqPushQueue
 
-STEP_S = 0.005
+STEP_S = float(os.environ.get("FAKE_STEP_S", "0.005"))
 STUCK = 77
 
 
@@ -53,12 +53,14 @@ def main(child: Child) -> None:
 
 
 def step(left: dict[int, int], outbox: ZmqPushQueue[BaseTokenizerMsg]) -> None:
+    said: list[BaseTokenizerMsg] = []
     for uid in list(left):
         left[uid] -= 1
         is_last = left[uid] == 0
-        outbox.put(DetokenizeMsg(uid, ord("x"), is_last, "length" if is_last else None))
+        said.append(DetokenizeMsg(uid, ord("x"), is_last, "length" if is_last else None))
         if is_last:
             del left[uid]
+    outbox.put(BatchTokenizerMsg(said))
 
 
 def misbehave(how: str) -> None:

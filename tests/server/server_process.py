@@ -39,6 +39,11 @@ def write_byte_model(directory: Path) -> Path:
     return directory
 
 
+def memory_bytes(pid: int) -> int:
+    """What a process holds in memory."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def wait_until(condition: Callable[[], bool], timeout: float = END_S) -> bool:
     """Poll; whether it became true in time."""
     deadline = time.monotonic() + timeout

@@ -29,6 +29,7 @@ from tests.server.server_process import (
     START_S,
     check_endings,
     is_running,
+    memory_bytes,
     server_process,
     started,
     wait_until,
@@ -292,10 +293,6 @@ def test_two_gigabytes_on_an_inner_socket_are_dropped_and_given_back(gated):
     assert gated.client.get("/health").status_code == 200
     assert answer(gated, "still there") == answer(gated, "still there")
     assert wait_until(lambda: all(memory_bytes(pid) < memory[name] + 2**26 for name, pid in gated.children.items()))
-
-
-def memory_bytes(pid):
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 # ---- models -----------------------------------------------------------------------------------------------------------------------

@@ -12,13 +12,12 @@ import re
 import secrets
 import signal
 import socket
-from pathlib import Path
 
 import httpx
 import pytest
 
 from minisgl.utils import ZmqPushQueue, ipc_address, run_directory
-from tests.server.server_process import END_S, server_process, wait_until, write_byte_model
+from tests.server.server_process import END_S, memory_bytes, server_process, wait_until, write_byte_model
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="reads /proc")
 
@@ -59,10 +58,6 @@ def all_pages_become_free(server):
         match = re.search(r"idle: (\d+) free, \d+ cached, (\d+) in all", line)
         is_free = match is not None and match[1] == match[2]
     return True
-
-
-def memory_bytes(pid):
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def num_descriptors(pid):
