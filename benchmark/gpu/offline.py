@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import random
 import statistics
 import time
@@ -49,6 +50,66 @@ def run(llm: LLM, prompts: list[list[int]], params: list[SamplingParams], num_ru
         rates.append(num_tokens / seconds)
         print(f"  run {number + 1}: {seconds:.3f} s, {rates[-1]:,.0f} tok/s", flush=True)
     return rates
+
+
+class StepClock:
+    """Notes each step between `start` and `stop`: what it computed, when it was launched, when its tokens were there."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._engine = llm.scheduler.engine
+        self._submit = self._engine.submit
+        self.steps: list[dict[str, Any]] = []
+
+    def start(self) -> None:
+        """Steps are noted from now on."""
+        self.steps = []
+        self._engine.submit = self._noted  # type: ignore[method-assign]
+
+    def stop(self) -> None:
+        """No more."""
+        del self._engine.submit
+
+    def _noted(self, batch: Any) -> Any:
+        begin = time.perf_counter()
+        step = self._submit(batch)
+        launched = time.perf_counter()
+        note: dict[str, Any] = {"rows": batch.num_rows, "tokens": batch.num_tokens, "is_decode": bool(batch.is_decode)}
+        note |= {"seen": int((batch.cached_lens + batch.extend_lens).sum()), "begin": begin, "launched": launched}
+        self.steps.append(note)
+        return _NotedStep(step, note)
+
+
+class _NotedStep:
+    def __init__(self, step: Any, note: dict[str, Any]) -> None:
+        self._step, self._note = step, note
+
+    def read(self) -> Any:
+        self._note["asked"] = time.perf_counter()
+        tokens = self._step.read()
+        self._note["read"] = time.perf_counter()
+        return tokens
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._step, name)
+
+
+def step_table(steps: list[dict[str, Any]], num_bins: int = 16) -> list[dict[str, Any]]:
+    """Milliseconds of steps by kind and number of rows: the time between the arrivals of two results, and what the host did in it."""
+    groups: dict[tuple[str, int], list[tuple[float, ...]]] = defaultdict(list)
+    width = max(step["rows"] for step in steps) / num_bins
+    for before, step in zip(steps, steps[1:], strict=False):
+        key = ("decode" if step["is_decode"] else "mixed", -int(-step["rows"] // width))
+        whole, launch = step["read"] - before["read"], step["launched"] - step["begin"]
+        groups[key].append((whole * 1000, launch * 1000, (step["read"] - step["asked"]) * 1000, step["tokens"], step["seen"]))
+    table = []
+    for (kind, number), times in sorted(groups.items()):
+        whole, launch, wait, tokens, seen = (statistics.mean(column) for column in zip(*times, strict=True))
+        row = {"kind": kind, "rows_up_to": round(number * width), "steps": len(times), "ms": whole, "launch_ms": launch, "wait_ms": wait}
+        table.append({**row, "tokens": tokens, "seen": seen, "seconds": whole * len(times) / 1000})
+        print(
+            "   ", " ".join(f"{name} {value:.2f}" if isinstance(value, float) else f"{name} {value}" for name, value in table[-1].items())
+        )
+    return table
 
 
 def trace(llm: LLM, num_rows: int, context: int, num_steps: int) -> dict[str, Any]:
@@ -132,6 +193,8 @@ def main() -> None:
     parser.add_argument("--num-requests", type=int, default=256, help="requests of the workload")
     parser.add_argument("settings", nargs="*", help="fields of SchedulerConfig, name=value in JSON")
     args = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    logging.getLogger("minisgl.engine.graphs").setLevel(logging.DEBUG)  # what a capture costs
     settings = {name: json.loads(value) for name, value in (text.split("=", 1) for text in args.settings)}
     start = time.perf_counter()
     llm = LLM(args.model, use_dummy_weight=True, **settings)
@@ -151,12 +214,19 @@ def main() -> None:
     }
     for name, values in rates.items():
         print(f"{name}: median {statistics.median(values):,.1f} tok/s", flush=True)
+    clock = StepClock(llm)
+    clock.start()
+    print("steps of one more run:", flush=True)
+    run(llm, workload.prompts, many, 1)
+    clock.stop()
+    steps = step_table(clock.steps)
     report = {
         "model": Path(args.model).name,
         "settings": settings,
         "loaded_s": loaded,
         "first_answer_s": ready,
         "output_tokens_per_s": {name: {"median": statistics.median(values), "runs": values} for name, values in rates.items()},
+        "steps": steps,
         "versions": versions(),
         "hardware": hardware(),
     }

@@ -17,8 +17,8 @@ from tests.server.server_process import END_S, START_S, memory_bytes, server_pro
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="reads /proc")
 
 NUM_READERS = 200
-MOST_BYTES = 64 * 2**20
-"""By which the API may grow: a third of a megabyte a reader, its connection and its place in the queue included."""
+MOST_BYTES = NUM_READERS * 2**20
+"""By which the API may grow: what --slow-reader-bytes allows to each."""
 
 
 def send(url, **body):
