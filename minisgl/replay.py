@@ -187,7 +187,6 @@ class _ReplayScheduler(Scheduler):
             max_extend_tokens=schedule.max_extend_tokens,
             max_extend_tokens_beside_decode=schedule.max_extend_tokens_beside_decode,
             overlap=schedule.is_overlapped,
-            prefill_first=schedule.prefill_first,
         )
         super().__init__(config, _ReplayEngine(header.limits, script), observer=script)
         if self.is_overlapped != schedule.is_overlapped:

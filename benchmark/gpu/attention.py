@@ -47,7 +47,7 @@ from minisgl.kernel.gpu.decode_attention import (  # noqa: E402
     plan_decode,
     tile_descriptor,
 )
-from minisgl.kernel.gpu.prefill_attention import PrefillConfig, PrefillRows, plan_prefill, prefill_attention, prefill_config  # noqa: E402
+from minisgl.kernel.gpu.prefill_attention import PrefillConfig, PrefillRows, plan_prefill, prefill_attention, prefill_config, shared_bytes  # noqa: E402
 
 DEVICE = torch.device("cpu" if IS_SMOKE else "cuda")
 DTYPE = torch.bfloat16
@@ -78,6 +78,8 @@ ONE_ROW_SWEEP = [
         ("swapped", 64, 2),
     )
 ]
+SHARE_SWEEP = [DecodeConfig(16, 3, 1, programs, chunk, "split") for programs in (8, 10, 12, 14) for chunk in (256, 512, 768, 1024, 1536)]
+"""How the work of many rows is cut and over how many programs it is spread."""
 NUM_KEPT, NUM_LONGER = 15, 5
 """Configurations of the sweep of forms that go on to other workloads, and that are tried with longer chunks."""
 MIN_BYTES_IN_FLIGHT = 64 * 1024
@@ -213,7 +215,7 @@ def work_of(lengths: np.ndarray, chunk: int, heads: tuple[int, int]) -> tuple[De
 def bench_decode(name: str, lengths: np.ndarray, heads: tuple[int, int], configs: list[DecodeConfig], shown: int = 3) -> dict[str, object]:
     rows = make_rows(lengths, heads[1])
     q = torch.randn((len(lengths), heads[0], HEAD_DIM), device=DEVICE, dtype=DTYPE)
-    best = decode_config(HEAD_DIM, DTYPE, len(lengths))
+    best = decode_config(HEAD_DIM, DTYPE, len(lengths), PAGE_SIZE)
     configs = [best, *(config for config in configs if config != best)]
     works = {chunk: work_of(lengths, chunk, heads) for chunk in {config.chunk for config in configs}}
     num_bytes = int(lengths.sum()) * heads[1] * HEAD_DIM * DTYPE.itemsize * 2
@@ -260,6 +262,18 @@ def bench_forms(decode: dict[str, np.ndarray], num_processes: int) -> list[dict[
     results.append(bench_decode(f"{first}, other chunks too", lengths, HEADS[0], kept, 6))
     results += [bench_decode(name, lengths, HEADS[0], kept + (one_row if len(lengths) < 100 else []), 6) for name, lengths in others]
     return results + [bench_decode(name, lengths, HEADS[1], kept, 6) for name, lengths in many.items()]
+
+
+def bench_shares(num_processes: int) -> list[dict[str, object]]:
+    """Chunks and programs for rows that are early and late in the offline workload, and for equal ones."""
+    draw = np.random.default_rng(3).integers
+    loads = {}
+    for rows in (256, 224, 192, 160, 128, 96, 64, 48, 32, 24, 16):
+        loads[f"{rows} early"] = (draw(100, 1025, rows) + draw(0, 600, rows)).astype(np.int32)
+        loads[f"{rows} late"] = (draw(600, 1025, rows) + draw(0, 1000, rows)).astype(np.int32)
+    loads |= {f"{rows} x {length}": np.full(rows, length, dtype=np.int32) for rows, length in ((64, 4000), (16, 8000), (256, 300))}
+    compile_decode([(heads, config) for heads in HEADS for config in SHARE_SWEEP], num_processes)
+    return [bench_decode(name, lengths, heads, SHARE_SWEEP, 3) for heads in HEADS for name, lengths in loads.items()]
 
 
 def compile_decode(jobs: list[tuple[tuple[int, int], DecodeConfig]], num_processes: int) -> None:
@@ -356,6 +370,7 @@ def main() -> None:
     parser.add_argument("--interpret-smoke", action="store_true", help="tiny shapes in Triton's interpreter, on a CPU")
     parser.add_argument("--processes", type=int, default=min(16, os.cpu_count() or 1), help="compile the sweep with so many processes")
     parser.add_argument("--decode-only", action="store_true", help="sweep the forms of the decode loop, nothing else")
+    parser.add_argument("--shares", action="store_true", help="sweep how the work of many rows is cut and spread, nothing else")
     parser.add_argument("--share", help=argparse.SUPPRESS)
     parser.add_argument("--compile", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -363,7 +378,7 @@ def main() -> None:
         return compile_share(args.compile)
     torch.manual_seed(0)
     decode, prefill = workloads()
-    best = prefill_config(HEAD_DIM, DTYPE)
+    best = prefill_config(HEAD_DIM, DTYPE, shared_bytes(DEVICE))
     prefill_configs = [best] if IS_SMOKE else [best, *(c for c in PREFILL_SWEEP if c != best)]
     if args.quick:
         prefill_configs = [best, replace(best, num_stages=2), replace(best, num_stages=2, programs_per_sm=2)]
@@ -372,12 +387,13 @@ def main() -> None:
         index, count = map(int, args.share.split("/"))
         all_decode, prefill_configs = all_decode[index::count], prefill_configs[index::count]
         decode, prefill = ({"tiny": np.array([300], dtype=np.int32)} for _ in range(2))
-    elif not IS_SMOKE and not args.decode_only:
+    elif not IS_SMOKE and not args.decode_only and not args.shares:
         start = time.perf_counter()
         compile_all(args.processes, args.quick)
         print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
     results = bench_forms(decode, args.processes) if args.decode_only else []
-    for heads in () if args.decode_only else HEADS:
+    results += bench_shares(args.processes) if args.shares else []
+    for heads in () if args.decode_only or args.shares else HEADS:
         results += [bench_decode(name, lengths, heads, all_decode) for name, lengths in decode.items()]
         results += [bench_prefill(name, lengths, heads, prefill_configs) for name, lengths in prefill.items()]
     if args.out:

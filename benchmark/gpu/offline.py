@@ -9,6 +9,7 @@ has 128 tokens of prompt and 256 of output. `--profile N` traces N decode steps 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import random
@@ -97,7 +98,7 @@ def step_table(steps: list[dict[str, Any]], num_bins: int = 16) -> list[dict[str
     """Milliseconds of steps by kind and number of rows: the time between the arrivals of two results, and what the host did in it."""
     groups: dict[tuple[str, int], list[tuple[float, ...]]] = defaultdict(list)
     width = max(step["rows"] for step in steps) / num_bins
-    for before, step in zip(steps, steps[1:], strict=False):
+    for before, step in itertools.pairwise(steps):
         key = ("decode" if step["is_decode"] else "mixed", -int(-step["rows"] // width))
         whole, launch = step["read"] - before["read"], step["launched"] - step["begin"]
         groups[key].append((whole * 1000, launch * 1000, (step["read"] - step["asked"]) * 1000, step["tokens"], step["seen"]))

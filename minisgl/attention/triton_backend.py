@@ -27,7 +27,7 @@ from minisgl.kernel.gpu.decode_attention import (
     plan_decode,
     tile_descriptor,
 )
-from minisgl.kernel.gpu.prefill_attention import PrefillRows, plan_prefill, prefill_attention, prefill_config
+from minisgl.kernel.gpu.prefill_attention import PrefillRows, plan_prefill, prefill_attention, prefill_config, shared_bytes
 from minisgl.kernel.reference import store_kv
 from minisgl.kernel.staging import Uploader
 from minisgl.kvcache.pool import KVPool
@@ -58,6 +58,7 @@ class TritonAttention(BaseAttentionBackend):
     def __init__(self, pool: KVPool, page_table: torch.Tensor) -> None:
         super().__init__(pool, page_table)
         self._upload = Uploader(pool.k.device)
+        self._prefill_config = prefill_config(pool.k.shape[-1], pool.k.dtype, shared_bytes(pool.k.device))
         self._partials: Partials | None = None
         self._tiles: dict[tuple[int, int], tuple[TensorDescriptor, TensorDescriptor]] = {}
 
@@ -69,7 +70,7 @@ class TritonAttention(BaseAttentionBackend):
             count = np.array([len(items)], dtype=np.int32)
             write_slots, *work = self._upload(batch.write_slots, batch.slots, lengths, first_partial, items, count)
             return TritonMetadata(write_slots, DecodeWork(*work), None)
-        tiles = plan_prefill(cached, extend, prefill_config(self.pool.k.shape[-1], self.pool.k.dtype).block_m)
+        tiles = plan_prefill(cached, extend, self._prefill_config.block_m)
         starts = np.cumsum(extend, dtype=np.int32) - extend
         write_slots, on_device, *rows = self._upload(batch.write_slots, tiles, batch.slots, cached, extend, starts)
         return TritonMetadata(write_slots, None, (PrefillRows(*rows), on_device))
@@ -83,7 +84,7 @@ class TritonAttention(BaseAttentionBackend):
         return max_items(self.pool.num_pages * self.pool.page_size, max_rows, self.page_table.shape[1] * self.pool.page_size)
 
     def _decode_config(self, num_rows: int) -> DecodeConfig:
-        return decode_config(self.pool.k.shape[-1], self.pool.k.dtype, num_rows)
+        return decode_config(self.pool.k.shape[-1], self.pool.k.dtype, num_rows, self.pool.page_size)
 
     def make_decode_work(self, max_rows: int) -> DecodeWork:
         """Zeroed buffers for graphs of up to `max_rows` rows. A plan with more items than `items` holds must run eagerly.
@@ -112,7 +113,9 @@ class TritonAttention(BaseAttentionBackend):
     def attend(self, q: torch.Tensor, layer: int, metadata: TritonMetadata) -> torch.Tensor:
         """q [T, H, D], heads contiguous, of tokens whose K/V is stored -> [T, H, D]."""
         if metadata.prefill is not None:
-            return prefill_attention(q, self.pool.k[layer], self.pool.v[layer], self.page_table, *metadata.prefill)
+            return prefill_attention(
+                q, self.pool.k[layer], self.pool.v[layer], self.page_table, *metadata.prefill, None, self._prefill_config
+            )
         assert metadata.decode is not None
         config = self._decode_config(len(q))
         k, v = self._pools(layer, config)

@@ -185,10 +185,12 @@ def effective_config(llm: BenchLLM) -> dict[str, Any]:
     from minisgl.engine.engine import choose_dtype
     from minisgl.models.config import load_model_config
     from minisgl.models.resolve import resolve_model
+    from minisgl.scheduler.scheduler import DEFAULT_EXTEND_BESIDE_DECODE
 
     config, limits = llm.config, llm.limits
     device = limits.device_type
     max_extend_tokens = config.max_extend_tokens or DEFAULT_EXTEND_TOKENS[device]
+    beside = max_extend_tokens if config.offline_mode else DEFAULT_EXTEND_BESIDE_DECODE[device]
     dtype = choose_dtype(config, load_model_config(resolve_model(config.model_path)), torch.device(device))
     settings = {name: value for name, value in asdict(config).items() if name not in NOT_REPORTED}
     return settings | {
@@ -200,7 +202,7 @@ def effective_config(llm: BenchLLM) -> dict[str, Any]:
         "overlap": llm.is_overlapped,
         "tp_size": config.tp_info.size,
         "max_extend_tokens": max_extend_tokens,
-        "max_extend_tokens_beside_decode": config.max_extend_tokens_beside_decode or max_extend_tokens,
+        "max_extend_tokens_beside_decode": config.max_extend_tokens_beside_decode or beside,
     }
 
 

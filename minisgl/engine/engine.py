@@ -7,8 +7,10 @@ Letters: T new tokens, B rows, S sampled rows, V vocabulary.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,6 +39,7 @@ from minisgl.models.config import ModelConfig, load_model_config
 from minisgl.models.decoder import CausalLM
 from minisgl.models.resolve import resolve_model
 from minisgl.models.weights import fill_dummy, load_weights
+from minisgl.moe import default_moe_backend
 from minisgl.tokenizer.loader import load_ids
 from minisgl.utils import make_private_directory
 
@@ -67,12 +70,23 @@ class _Step:
 
     def read_logprobs(self) -> StepLogprobs:
         wanted = [count for count in self.num_top if count >= 0]
-        sampled = iter(self.sampled.read(wanted) if self.sampled is not None else ())
-        prompt = [entry for piece, counts in self.prompt for entry in piece.read(counts)]
+        with _device_failures():
+            sampled = iter(self.sampled.read(wanted) if self.sampled is not None else ())
+            prompt = [entry for piece, counts in self.prompt for entry in piece.read(counts)]
         return StepLogprobs(tuple(next(sampled) if count >= 0 else None for count in self.num_top), tuple(prompt))
 
     def read(self) -> Int32Array:
-        return self.tokens.read()
+        with _device_failures():
+            return self.tokens.read()
+
+
+@contextmanager
+def _device_failures() -> Iterator[None]:
+    """Raise WorkerError for what the device reports; after an illegal access every later call of this process fails as well."""
+    try:
+        yield
+    except torch.AcceleratorError as error:
+        raise WorkerError(f"the device failed; begin again in a new process: {error}") from error
 
 
 class Engine:
@@ -116,14 +130,19 @@ class Engine:
         return self._attention.supports_graphs
 
     def close(self) -> None:
-        """Leave the ranks' groups. The memory goes with the object."""
+        """Leave the ranks' groups. The memory goes with the object; but NCCL would wait for the end of graphs that hold its calls."""
         if self.cpu_group is not None and dist.is_initialized():
+            self._graphs = None
+            if self._device.type == "cuda":
+                with suppress(torch.AcceleratorError):  # the device has failed before
+                    torch.cuda.synchronize(self._device)
             dist.destroy_process_group()
 
     def submit(self, batch: Batch) -> _Step:
-        """Compute one step; on a GPU, launch it. Raises WorkerError with the step's size if the memory does not suffice."""
+        """Compute one step; on a GPU, launch it. Raises WorkerError with the step's size if the memory does not suffice, and where the
+        device has failed."""
         try:
-            with torch.inference_mode():
+            with torch.inference_mode(), _device_failures():
                 return self._submit(batch)
         except torch.OutOfMemoryError as error:
             size = f"{batch.num_tokens} new tokens of {batch.num_rows} requests"
@@ -138,8 +157,6 @@ class Engine:
         hidden = None
         if replayed is not None:
             logits, tokens = replayed
-            if self._sampler.sample_others(tokens, logits, slots, positions):
-                self._remember(slots, tokens)
         else:
             hidden = self.forward_hidden(batch)
             logits = self.model.lm_head.forward(hidden[: len(rows)], self._reduce_only)
@@ -243,7 +260,7 @@ def make_engine(
     if device.type == "cuda":
         trial = build(1, 0)
         step_bytes = measure_step(trial, config.max_extend_tokens or DEFAULT_EXTEND_TOKENS["cuda"])
-        if trial.can_be_captured and model_config.moe is None:
+        if trial.can_be_captured and (model_config.moe is None or default_moe_backend(device).supports_graphs):
             max_graph_rows = min(config.cuda_graph_max_bs, config.max_running_req)
         del trial
         step_bytes += graph_bytes(graph_sizes(max_graph_rows), model_config.vocab_size, dtype)
@@ -306,6 +323,8 @@ def choose_device(config: EngineConfig) -> torch.device:
         return torch.device("cpu")
     if config.device == "cpu":
         return torch.device("cpu")
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError("--device cuda: triton is not installed; run `pip install triton`, or use --device cpu")
     return _gpu(config.tp_info)
 
 

@@ -1,8 +1,9 @@
 """Decode steps as CUDA graphs: one launch for a whole step, from the plan's block to the sampled tokens.
 
 A graph is captured when its size is first needed, between steps, and kept. Which size serves a step follows from the number of rows
-alone, so that all ranks replay the same one. Rows beyond the step's own are padding: they belong to the dummy slot and write to the dummy
-page. Knows the model, the backend and tensors; no requests. Called by the engine.
+alone, so that all ranks replay the same one. Rows that want more than temperature bring a second, small graph, which follows from the
+plan too. Rows beyond the step's own are padding: they belong to the dummy slot and write to the dummy page. Knows the model, the backend
+and tensors; no requests. Called by the engine.
 
 Letters: n rows of a graph, B rows of a step, V vocabulary.
 """
@@ -84,8 +85,12 @@ class DecodeGraphs:
             num_items=header[NUM_ITEMS : NUM_ITEMS + 1],
         )
         self._ring = PinnedRing()
+        self._side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        """one for all warm-ups and captures: the libraries keep a workspace for each stream"""
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[int, _Captured] = {}
+        self._resampling: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        """by number of rows and what they want of the sampler"""
 
     def run(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Launch the step: (logits [B, V], tokens int64 [B]) on the device, valid until the next step is launched.
@@ -103,6 +108,8 @@ class DecodeGraphs:
         self._upload(size, batch, plan)
         captured = self._captured[size]
         captured.graph.replay()
+        if kind := self._sampler.on_device.kind(batch.slots):
+            self._resample(size, kind)
         return captured.logits[: batch.num_rows], captured.tokens[: batch.num_rows]
 
     def _upload(self, size: int, batch: Batch | None = None, plan: tuple[Int32Array, Int32Array] | None = None) -> None:
@@ -134,20 +141,36 @@ class DecodeGraphs:
         """Record the step of `size` rows. The runs before it, on padding, change no request's state."""
         start = time.perf_counter()
         self._upload(size)
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):
             for _ in range(NUM_WARM_UPS):
                 self._compute(size)
-        torch.cuda.current_stream(self._device).wait_stream(stream)
+        torch.cuda.current_stream(self._device).wait_stream(self._side)
         torch.cuda.synchronize(self._device)
         warm = time.perf_counter()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._side):
             logits, tokens = self._compute(size)
         warm_ms, capture_ms = (warm - start) * 1000, (time.perf_counter() - warm) * 1000
         logger.debug("the decode step of %d rows: run in %.0f ms, captured in %.0f ms", size, warm_ms, capture_ms)
         return _Captured(graph, logits, tokens)
+
+    def _resample(self, size: int, kind: int) -> None:
+        """Do rows again that want more than temperature: the first time without a graph, which also compiles what the graph will hold."""
+        if (size, kind) in self._resampling:
+            self._resampling[size, kind].replay()
+            return
+        self._compute_others(size, kind)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._side):
+            self._compute_others(size, kind)
+        self._resampling[size, kind] = graph
+
+    def _compute_others(self, size: int, kind: int) -> None:
+        """Replace the tokens of the step just computed where `kind` says more."""
+        slots, captured = self._rows[0, :size], self._captured[size]
+        self._sampler.on_device.resample(captured.tokens, captured.logits, slots, self._rows[LENGTHS, :size], kind)
+        remember(self._last_tokens, slots, captured.tokens)
 
     def _compute(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The step itself, over the first `size` rows of the block."""
@@ -157,6 +180,6 @@ class DecodeGraphs:
         context = Context(self._attention, self._attention.decode_metadata(self._work, write_slots), positions, self._comm)
         hidden = self._model.model.forward(ids, None, context)
         logits = self._model.lm_head.forward(hidden, context)
-        tokens = self._sampler.sample_on_device(logits, slots, self._rows[LENGTHS, :size])
+        tokens = self._sampler.on_device.sample(logits, slots, self._rows[LENGTHS, :size])
         remember(self._last_tokens, slots, tokens)
         return logits, tokens

@@ -23,6 +23,8 @@ __all__ = ["MemoryPlan", "available_bytes", "graph_bytes", "graph_size", "graph_
 DEFAULT_RATIO = {"cpu": 0.3, "cuda": 0.9}
 """Share of the memory that is available before the model is loaded; a CPU's memory is not ours alone."""
 BYTES_PER_GRAPH = 8 * 2**20
+WORKSPACE_BYTES = 32 * 2**20
+"""Of cuBLAS, for the stream that graphs are captured on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +76,9 @@ def graph_sizes(max_rows: int) -> list[int]:
 
 
 def graph_bytes(sizes: Iterable[int], vocab_size: int, dtype: torch.dtype) -> int:
-    """Bytes that CUDA graphs of so many rows keep: their logits, and what a graph takes by itself."""
-    return sum(size * vocab_size * dtype.itemsize + BYTES_PER_GRAPH for size in sizes)
+    """Bytes that CUDA graphs of so many rows keep: their logits, what a graph takes by itself, and one workspace for all."""
+    per_graph = [size * vocab_size * dtype.itemsize + BYTES_PER_GRAPH for size in sizes]
+    return sum(per_graph) + WORKSPACE_BYTES if per_graph else 0
 
 
 def plan_memory(

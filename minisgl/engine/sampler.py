@@ -9,8 +9,7 @@ Letters: S sampled rows, R rows of them that are not plain greedy, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +18,9 @@ import torch
 from minisgl.core import Int32Array, SamplingParams, SlotSetup
 from minisgl.kernel.sampling import apply_penalties, filter_logits, sample
 from minisgl.kernel.staging import Uploader
+
+if TYPE_CHECKING:
+    from minisgl.engine.device_sampler import DeviceSampler
 
 __all__ = ["Sampler"]
 
@@ -35,8 +37,6 @@ class Sampler:
         self._upload = Uploader(device)
         self._is_plain = np.ones(num_slots, dtype=np.bool_)
         """[slots] greedy with nothing added: argmax will do"""
-        self._is_simple = np.ones(num_slots, dtype=np.bool_)
-        """[slots] raw logits, temperature and noise: the kernel will do"""
         self._is_penalised = np.zeros(num_slots, dtype=np.bool_)
         self._wants_logprobs = np.zeros(num_slots, dtype=np.bool_)
         self._numbers = np.zeros((num_slots, len(COLUMNS)), dtype=np.float32)
@@ -46,9 +46,11 @@ class Sampler:
         self._setups: list[SlotSetup | None] = [None] * num_slots
         self._said: tuple[torch.Tensor, torch.Tensor] | None = None
         """prompt mask bool and output counts int32, [slots, V] each; made when the first request wants a penalty"""
-        self._on_device: _OnDevice | None = None
+        self._on_device: DeviceSampler | None = None
         if device.type == "cuda":
-            self._on_device = _OnDevice.make(num_slots, num_ids, device)
+            from minisgl.engine.device_sampler import DeviceSampler
+
+            self._on_device = DeviceSampler(num_slots, num_ids, device)
 
     def set_up(self, setups: Sequence[SlotSetup]) -> None:
         """Begin slots anew."""
@@ -56,16 +58,15 @@ class Sampler:
             params, slot = setup.params, setup.slot
             self._setups[slot] = setup
             self._is_plain[slot] = is_plain(params)
-            self._is_simple[slot] = is_simple(params)
             self._is_penalised[slot] = is_penalised(params)
             self._wants_logprobs[slot] = params.logprobs is not None
             self._numbers[slot] = [getattr(params, name) for name in COLUMNS]
             self._top_k[slot] = min(params.top_k, self._num_ids)
             self._seeds[slot] = np.uint64(setup.seed).astype(np.int64)
-            if self._is_penalised[slot]:
+            if self._is_penalised[slot] and self._on_device is None:
                 self._count(setup)
-        if self._on_device is not None and setups:
-            self._on_device.set_up(np.array([setup.slot for setup in setups]), self._numbers, self._seeds, self._upload)
+        if self._on_device is not None:
+            self._on_device.set_up(setups)
 
     def num_top(self, slots: Int32Array) -> list[int]:
         """[S] likeliest tokens whose log probabilities each slot wants, -1 where it wants none."""
@@ -97,24 +98,20 @@ class Sampler:
         """logits [S, V]; slots, positions int32 [S], the index that the new token takes in its sequence -> int64 [S], -1 for a row whose
         largest logit is not finite."""
         if self._on_device is not None:
-            on_device = self._upload(slots, positions)
-            tokens = self.sample_on_device(logits, *on_device)
-            self.sample_others(tokens, logits, slots, positions)
+            slots_there, positions_there = self._upload(slots, positions)
+            tokens = self._on_device.sample(logits, slots_there, positions_there)
+            if kind := self._on_device.kind(slots):
+                self._on_device.resample(tokens, logits, slots_there, positions_there, kind)
             return tokens
         largest, tokens = logits[:, : self._num_ids].max(-1)
         self._replace(tokens, np.flatnonzero(~self._is_plain[slots]), logits, slots, positions)
         return torch.where(torch.isfinite(largest), tokens, NO_TOKEN)
 
-    def sample_on_device(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The same for slots and positions on the GPU, without a word from the host; right for rows that `sample_others` leaves alone."""
+    @property
+    def on_device(self) -> DeviceSampler:
+        """The state on a GPU, for whoever has slots and positions there."""
         assert self._on_device is not None
-        return self._on_device.sample(logits, slots, positions)
-
-    def sample_others(self, tokens: torch.Tensor, logits: torch.Tensor, slots: Int32Array, positions: Int32Array) -> bool:
-        """Replace the tokens of rows that want more than temperature; True if there were any."""
-        rows = np.flatnonzero(~self._is_simple[slots])
-        self._replace(tokens, rows, logits, slots, positions)
-        return len(rows) > 0
+        return self._on_device
 
     def _replace(
         self, tokens: torch.Tensor, rows: npt.NDArray[np.intp], logits: torch.Tensor, slots: Int32Array, positions: Int32Array
@@ -176,43 +173,6 @@ class Sampler:
         return torch.from_numpy(array.astype(np.int64)).to(self._device)
 
 
-@dataclass(frozen=True, slots=True)
-class _OnDevice:
-    """What the sampling kernel reads; one more slot than there are, for padding."""
-
-    temperatures: torch.Tensor
-    """fp32 [slots + 1]"""
-    seeds: torch.Tensor
-    """int64 [slots + 1]"""
-    workspace: Any
-    num_ids: int
-
-    @classmethod
-    def make(cls, num_slots: int, num_ids: int, device: torch.device) -> _OnDevice:
-        from minisgl.kernel.gpu.sampling import make_workspace
-
-        temperatures = torch.zeros(num_slots + 1, dtype=torch.float32, device=device)
-        seeds = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
-        return cls(temperatures, seeds, make_workspace(num_slots + 1, num_ids, device), num_ids)
-
-    def set_up(self, slots: npt.NDArray[np.intp], numbers: npt.NDArray[np.float32], seeds: npt.NDArray[np.int64], upload: Uploader) -> None:
-        temperatures = np.ascontiguousarray(numbers[slots, COLUMNS.index("temperature")]).view(np.int32)
-        where, bits, words = upload(slots.astype(np.int32), temperatures, seeds[slots].view(np.int32).reshape(-1, 2))
-        where = where.long()
-        self.temperatures[where] = bits.view(torch.float32)
-        self.seeds[where] = _join_words(words)
-
-    def sample(self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        from minisgl.kernel.gpu.sampling import sample as sample_with_kernel
-
-        return sample_with_kernel(logits, self.temperatures, self.seeds, positions, self.num_ids, self.workspace, slots)
-
-
-def _join_words(words: torch.Tensor) -> torch.Tensor:
-    """int32 [N, 2], low and high -> int64 [N]"""
-    return (words[:, 1].long() << 32) | (words[:, 0].long() & 0xFFFFFFFF)
-
-
 def is_penalised(params: SamplingParams) -> bool:
     """True if what has been said changes the logits."""
     return (params.repetition_penalty, params.frequency_penalty, params.presence_penalty) != (1.0, 0.0, 0.0)
@@ -221,10 +181,3 @@ def is_penalised(params: SamplingParams) -> bool:
 def is_plain(params: SamplingParams) -> bool:
     """True if the token is the argmax of the raw logits."""
     return params.is_greedy and not params.logit_bias and not params.min_tokens and not is_penalised(params)
-
-
-def is_simple(params: SamplingParams) -> bool:
-    """True if the token follows from the raw logits, the temperature and the noise."""
-    return not (
-        params.logit_bias or params.min_tokens or is_penalised(params) or params.top_k > 0 or params.top_p < 1 or params.min_p > 0
-    ) or is_plain(params)

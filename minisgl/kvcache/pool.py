@@ -44,11 +44,11 @@ def bytes_per_page(num_layers: int, num_kv_heads: int, page_size: int, head_dim:
 def make_kv_pool(
     num_layers: int, num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> KVPool:
-    """A zeroed pool of `num_pages` pages and the dummy page; `num_kv_heads` is this rank's share."""
+    """A zeroed pool of `num_pages` pages and the dummy page; `num_kv_heads` is this rank's share. ConfigError if it does not fit."""
     shape = (num_layers, num_pages + 1, num_kv_heads, page_size, head_dim)
     try:
         k, v = (_zeros(shape, dtype, device) for _ in range(2))
-    except MemoryError as error:
+    except (MemoryError, torch.OutOfMemoryError) as error:
         size = 2 * math.prod(shape) * dtype.itemsize / 2**20
         raise ConfigError(f"the system does not give {size:,.0f} MiB for a KV pool of {num_pages} pages; lower --num-pages") from error
     return KVPool(k, v, num_pages, page_size)

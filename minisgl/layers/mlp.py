@@ -10,11 +10,10 @@ from dataclasses import dataclass
 import torch
 
 from minisgl.core import Context
-from minisgl.kernel import reference
 from minisgl.layers.base import BaseOP, Spec
 from minisgl.layers.linear import FusedLinear, Linear, RowLinear, divide
 from minisgl.layers.norm import RMSNorm
-from minisgl.moe import experts_function
+from minisgl.moe import default_moe_backend
 
 __all__ = ["GatedMLP", "MoEConfig", "SparseMLP"]
 
@@ -63,7 +62,7 @@ class SparseMLP(BaseOP):
         self._gate_up = spec.empty(config.num_experts, 2 * size, hidden_size)
         self._down = spec.empty(config.num_experts, hidden_size, size)
         self._config = config
-        self._experts = experts_function("torch")
+        self._backend = default_moe_backend(spec.device)
 
     def state_dict(self, *, prefix: str = "", result: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
         result = super().state_dict(prefix=prefix, result=result)
@@ -78,6 +77,6 @@ class SparseMLP(BaseOP):
     def forward(self, x: torch.Tensor, residual: torch.Tensor, norm: RMSNorm, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
         """(the layer of norm(x + residual), x + residual); all [T, hidden]"""
         x, residual = norm.forward_add(x, residual)
-        weights, ids = reference.route(self.gate.forward(x), self._config.num_experts_per_token, self._config.is_renormalised)
-        total: torch.Tensor = context.comm.all_reduce(self._experts(x, self._gate_up, self._down, weights, ids))
+        weights, ids = self._backend.route(self.gate.forward(x), self._config.num_experts_per_token, self._config.is_renormalised)
+        total: torch.Tensor = context.comm.all_reduce(self._backend.experts(x, self._gate_up, self._down, weights, ids))
         return total, residual

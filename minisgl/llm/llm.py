@@ -58,7 +58,7 @@ class LLM:
         _check_names(config)
         check_count("tp_size", tp_size, 1, "tp_size")
         is_here = tp_size == 1
-        config = {"prefill_first": True, **config, "dtype": dtype, "tp_info": DistributedInfo(0, tp_size)}
+        config |= {"dtype": dtype, "tp_info": DistributedInfo(0, tp_size)}
         # A wrong setting is told before anything is fetched.
         settings = SchedulerConfig(offline_mode=is_here, backend_create_detokenizer_link=is_here, **config)
         model_dir = resolve_model(None if model_path is None else str(model_path))

@@ -32,7 +32,7 @@ from minisgl.message import (
     UserMsg,
 )
 from minisgl.processes.child import PRIMARY
-from minisgl.processes.children import Children, rank_programs
+from minisgl.processes.children import LOOK_S, Children, rank_programs
 from minisgl.processes.run_files import claim_run_files, remove_run_files
 from minisgl.scheduler.config import SchedulerConfig
 from minisgl.utils import ZmqPullQueue, ZmqPushQueue, wait_any
@@ -103,7 +103,7 @@ class RankProcesses:
         """Wait for one message of rank 0's and hand it to the outputs. Ctrl-C takes effect while waiting, and never in between."""
         self._send()
         try:
-            while 0 not in wait_any([self._inbox, *self._children.workers]):
+            while 0 not in wait_any([self._inbox, *self._children.workers], LOOK_S):
                 self._children.check()
         except WorkerError as error:
             self._end_outputs(str(error))

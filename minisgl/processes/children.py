@@ -22,9 +22,9 @@ from minisgl.processes.signals import Signals, blocked_signals
 from minisgl.processes.workers import Worker, describe_exit
 from minisgl.scheduler.agreement import explain_divergence
 from minisgl.scheduler.config import SchedulerConfig
-from minisgl.utils.heartbeat import make_heartbeat_file
+from minisgl.utils.heartbeat import PulseReader, make_heartbeat_file
 
-__all__ = ["SCHEDULER_MODULE", "Children", "Program", "rank_programs"]
+__all__ = ["LOOK_S", "SCHEDULER_MODULE", "Children", "Program", "rank_programs"]
 
 SCHEDULER_MODULE = "minisgl.processes.scheduler_process"
 """The program of a rank."""
@@ -37,6 +37,10 @@ STEPS_S = 2.0
 """How long rank 0 may take to write its last steps, when another rank differs; it may sit in a collective."""
 HURRIED_S = 0.5
 """Instead of both, once a second signal has come."""
+LOOK_S = 1.0
+"""How often it is looked whether one of several ranks is stopped: the others wait for it within a step, for ever."""
+NUM_LOOKS = 6
+"""So often in a row, it will not go on. Counted, not measured: where all processes were stopped at once, none is to blame."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,9 @@ class Children:
         self._api: Worker | None = None
         self._is_hurried = False
         self._suffix = ""
+        self._ranks: list[Worker] = []
+        self._pulses: PulseReader | None = None
+        self._last_look = 0.0
 
     @property
     def workers(self) -> Sequence[Worker]:
@@ -98,6 +105,7 @@ class Children:
                     own=dict(program.own),
                 )
                 self._start(program, own)
+            self._pulses = PulseReader(heartbeat_fd)
         finally:
             os.close(heartbeat_fd)
 
@@ -109,6 +117,8 @@ class Children:
             self._awaited.append(worker)
         if program.listens:
             self._api = worker
+        if program.name.startswith(PRIMARY):
+            self._ranks.append(worker)
 
     def wait_until_ready(self, signals: Signals | None = None) -> int | None:
         """Return None when all are ready, or the number of a signal that came first. Raises WorkerError with a failed one's cause."""
@@ -135,8 +145,12 @@ class Children:
         self._is_hurried = number is not None
 
     def check(self) -> None:
-        """Read what has been reported. Raises WorkerError, with the cause, if a child has died or failed."""
+        """Read what has been reported. Raises WorkerError, with the cause, if a child has died or failed, or a rank is stopped.
+
+        To be called at least every LOOK_S while something is waited for, and when a worker is readable.
+        """
         self._handle_events(None, 0)
+        self._look_for_stopped()
 
     def reported_by(self, name: str, kind: ReportKind) -> str:
         """The text of the last report of this kind by the child `name`, which has made one."""
@@ -168,7 +182,8 @@ class Children:
             timeout = None if deadline is None else deadline - time.monotonic()
             if timeout is not None and timeout <= 0:
                 break
-            number = self._handle_events(signals, timeout)
+            number = self._handle_events(signals, LOOK_S if timeout is None else min(timeout, LOOK_S))
+            self._look_for_stopped()
         return number
 
     def _handle_events(self, signals: Signals | None, timeout: float | None) -> int | None:
@@ -190,7 +205,7 @@ class Children:
         for worker, reports in heard:  # first: what others say of a dead one is no more than a consequence
             if reports is None:
                 self.failed = f"the {worker.name} process"
-                raise WorkerError(f"{self.failed} (pid {worker.pid}) died: {describe_exit(worker.wait(LEAVE_S))}")
+                raise WorkerError(f"{self.failed} (pid {worker.pid}) died: {describe_exit(worker.wait(LEAVE_S))}{self._doing(worker)}")
         for worker, reports in heard:
             for report in reports or ():
                 if report.kind == "failed":
@@ -199,6 +214,29 @@ class Children:
                 if report.kind in ("stage", "ready"):
                     self._on_stage(f"{worker.name}: {report.text or report.kind}")
         return None
+
+    def _look_for_stopped(self) -> None:
+        """Raise WorkerError if one of several ranks has been stopped for NUM_LOOKS looks."""
+        now = time.monotonic()
+        if len(self._ranks) < 2 or now - self._last_look < 0.99 * LOOK_S:  # a wait of LOOK_S may end a moment early
+            return
+        self._last_look = now
+        for worker in self._ranks:
+            worker.num_stopped = worker.num_stopped + 1 if worker.is_stopped() else 0
+            if worker.num_stopped >= NUM_LOOKS:
+                self.failed = f"the {worker.name} process"
+                doing = self._doing(worker)
+                worker.end()  # it cannot go by itself
+                raise WorkerError(f"{self.failed} (pid {worker.pid}) was stopped by a signal and did not go on for {NUM_LOOKS} s{doing}")
+
+    def _doing(self, worker: Worker) -> str:
+        """What a rank did when it ended, to be added to a sentence; nothing for another process."""
+        if worker not in self._ranks or self._pulses is None:
+            return ""
+        if not any("ready" in rank.reported for rank in self._ranks):
+            return ", while the ranks were starting"
+        pulse = self._pulses.read()[self._workers.index(worker)]
+        return f", in its step {pulse.num_steps}" if pulse.step_s else ", while it waited for a message"
 
     def _explain(self, report: Report) -> str:
         """What the rank that differs says, beside what rank 0 says if it can."""

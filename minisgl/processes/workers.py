@@ -27,6 +27,8 @@ class Worker:
         self.name = name
         self.reported: dict[ReportKind, str] = {}
         """kinds of the reports that have been read, with the text of the last one"""
+        self.num_stopped = 0
+        """so often in a row `Children` has found it stopped"""
         self._process = process
         self._report_fd = report_fd
         self._rest = b""
@@ -84,11 +86,24 @@ class Worker:
         except subprocess.TimeoutExpired:
             return None
 
-    def kill(self) -> None:
-        """End it by force, if it still runs, and forget it."""
+    def is_stopped(self) -> bool:
+        """A signal keeps it from running, and none has let it go on. One that a debugger holds is not. False where it cannot be told."""
+        if not hasattr(os, "waitid"):
+            return False
+        try:  # WNOWAIT: it is as stopped when asked again
+            return os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+        except ChildProcessError:  # it has ended
+            return False
+
+    def end(self) -> None:
+        """End it by force, if it still runs."""
         if self._process.poll() is None:
             self._process.kill()
             self._process.wait()
+
+    def kill(self) -> None:
+        """End it by force, if it still runs, and forget it."""
+        self.end()
         self.let_go()
         os.close(self._report_fd)
 

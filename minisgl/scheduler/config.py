@@ -29,9 +29,6 @@ class SchedulerConfig(EngineConfig):
     max_extend_tokens_beside_decode: int = 0
     """The same for a prefill step while requests are decoding, which wait for it; 0 is 2048 on CUDA and 128 on a CPU, and offline, where
     nobody watches the answers grow, `max_extend_tokens`."""
-    prefill_first: bool = False
-    """Whether decode waits while prompts can be computed; otherwise every second step is its. More tokens per second where nobody watches
-    the answers grow: `LLM` sets it."""
     reserve_tokens: int = 512
     """Tokens of output for which a running request keeps room when others are admitted."""
     cache_type: str = "radix"
@@ -57,7 +54,6 @@ class SchedulerConfig(EngineConfig):
             check_flag("overlap", self.overlap, "--overlap")
         check_choice("cache_type", self.cache_type, CACHE_TYPES, "--cache-type")
         check_flag("raise_integrity_errors", self.raise_integrity_errors, "raise_integrity_errors")
-        check_flag("prefill_first", self.prefill_first, "prefill_first")
         check_flag("offline_mode", self.offline_mode, "offline_mode")
         check_flag("backend_create_detokenizer_link", self.backend_create_detokenizer_link, "backend_create_detokenizer_link")
         if self.record is not None:

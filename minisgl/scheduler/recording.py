@@ -57,7 +57,6 @@ class Schedule(msgspec.Struct, frozen=True):
     max_extend_tokens: int
     max_extend_tokens_beside_decode: int
     is_overlapped: bool
-    prefill_first: bool = False
 
 
 class Header(msgspec.Struct, frozen=True):

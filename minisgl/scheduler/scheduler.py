@@ -79,9 +79,8 @@ class Scheduler(SchedulerIOMixin):
         self._decode = DecodeManager(self._table)
         self._max_extend_tokens = config.max_extend_tokens or DEFAULT_EXTEND_TOKENS[limits.device_type]
         self._max_extend_beside_decode = config.max_extend_tokens_beside_decode or (
-            self._max_extend_tokens if config.offline_mode or config.prefill_first else DEFAULT_EXTEND_BESIDE_DECODE[limits.device_type]
+            self._max_extend_tokens if config.offline_mode else DEFAULT_EXTEND_BESIDE_DECODE[limits.device_type]
         )
-        self._is_prefill_first = config.prefill_first
         self._is_overlapped = config.is_overlapped(limits.is_asynchronous)
         self._is_end_id = np.zeros(limits.vocab_size, dtype=np.bool_)
         self._is_end_id[sorted(i for i in limits.end_ids if i < limits.vocab_size)] = True
@@ -107,7 +106,7 @@ class Scheduler(SchedulerIOMixin):
     def _make_recorder(self, config: SchedulerConfig) -> Recorder:
         assert config.record is not None
         budgets = (self._max_extend_tokens, self._max_extend_beside_decode)
-        schedule = Schedule(config.cache_type, config.reserve_tokens, *budgets, self._is_overlapped, config.prefill_first)
+        schedule = Schedule(config.cache_type, config.reserve_tokens, *budgets, self._is_overlapped)
         return Recorder(config.record, config.tp_info.size, schedule, self.engine.limits)
 
     @property
@@ -310,10 +309,9 @@ class Scheduler(SchedulerIOMixin):
         return rows
 
     def _rows_that_fit(self) -> Rows | None:
-        """Prefill and decode steps alternate while both have work, unless prefill comes first. None if nothing can be done now."""
+        """Prefill and decode steps alternate while both have work. None if nothing can be done now."""
         running = self._decode.schedule()
-        is_turn = self._was_prefill and not self._is_prefill_first
-        if running is not None and (is_turn or not self._prefill.has_work):
+        if running is not None and (self._was_prefill or not self._prefill.has_work):
             return self._decode_rows(running)
         rows = self._prefill_rows()
         return self._decode_rows(running) if rows is None and running is not None else rows

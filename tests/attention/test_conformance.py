@@ -136,6 +136,13 @@ def test_half_types(name, dtype):
     check(Bench(name, 16, (8, 2), 64, dtype, device_of(name)), STEPS["chunks and decodes"], 2e-2 if dtype == torch.bfloat16 else 3e-3)
 
 
+@pytest.mark.parametrize("head_dim", [80, 96, 100, 120])
+@pytest.mark.parametrize("name", ATTENTION_BACKENDS)
+def test_half_types_with_head_dims_that_are_no_power_of_two(name, head_dim):
+    bench = Bench(name, 64, (2, 1), head_dim, torch.bfloat16, device_of(name))
+    check(bench, [{0: 70, 1: 3}, {0: 1, 1: 1}], 2e-2)
+
+
 @pytest.mark.parametrize("name", ATTENTION_BACKENDS)
 def test_random_walks(name):
     """Rows come, grow by any number of tokens and go; others get their pages with what they hold."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import pytest
 import torch
 
+from minisgl.engine.base import EngineLimits
 from minisgl.engine.config import EngineConfig
-from minisgl.engine.engine import make_engine
-from minisgl.engine.memory import available_bytes, plan_memory
+from minisgl.engine.engine import choose_device, make_engine
+from minisgl.engine.memory import available_bytes, graph_bytes, plan_memory
+from minisgl.engine.peak import measure_step
 from minisgl.errors import ConfigError
 from minisgl.kvcache.pool import bytes_per_page, make_kv_pool
 from minisgl.models.config import parse_model_config
@@ -54,6 +57,56 @@ def test_available_memory_is_some():
     assert available_bytes(CPU) > 2**20
 
 
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+def test_a_pool_that_a_device_has_no_memory_for_is_refused_with_its_size(monkeypatch, error):
+    def fail(*args, **options):
+        raise error("out of memory")
+
+    monkeypatch.setattr(torch, "zeros", fail)
+    with pytest.raises(ConfigError, match=r"does not give 8 MiB for a KV pool of 1023 pages; lower --num-pages"):
+        make_kv_pool(1, 1023, 2, 16, 64, torch.float16, torch.device("meta"))
+
+
+def test_graphs_keep_their_logits_and_one_workspace():
+    assert graph_bytes([], 1000, torch.bfloat16) == 0
+    one, two = (graph_bytes(sizes, 1000, torch.bfloat16) for sizes in ([1], [1, 2]))
+    assert two - one < one
+    assert graph_bytes([1], 2000, torch.bfloat16) - one == 1000 * 2
+
+
+class EngineOfOnePage:
+    """Its step does `act`."""
+
+    limits = EngineLimits(num_pages=1, page_size=16, max_seq_len=64, max_running_req=4, vocab_size=96)
+
+    def __init__(self, act):
+        self._act = act
+
+    def submit(self, batch):
+        assert batch.num_tokens == 10
+        self._act()
+        return self
+
+    def read(self):
+        return None
+
+
+@pytest.mark.parametrize(("allocated", "elsewhere", "expected"), [(700, 0, 700), (700, 300, 1000), (0, 50, 50)])
+def test_the_largest_step_is_measured_with_what_the_allocator_does_not_know(monkeypatch, allocated, elsewhere, expected):
+    known, free = [100], [10_000]
+
+    def act():
+        known[0] += allocated
+        free[0] -= allocated + elsewhere
+
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 100)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: known[0])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free[0], 20_000))
+    assert measure_step(EngineOfOnePage(act), 10) == expected
+
+
 def test_the_pool_is_zeroed_and_has_a_page_that_nobody_owns():
     pool = make_kv_pool(3, 5, 2, 16, 8, torch.bfloat16, CPU)
     assert pool.k.shape == pool.v.shape == (3, 6, 2, 16, 8)
@@ -74,6 +127,15 @@ def test_an_engine_that_cannot_be_made_says_why(tmp_path, config, message):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     with pytest.raises(ConfigError, match=message):
         make_engine(EngineConfig(model_path=str(tmp_path), device="cpu", use_dummy_weight=True, num_pages=8, **config))
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_a_cuda_device_without_triton_is_refused_with_the_install_line(monkeypatch, device):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"triton is not installed; run `pip install triton`, or use --device cpu"):
+        choose_device(EngineConfig(device=device))
+    assert choose_device(EngineConfig(device="cpu")) == CPU
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -1,10 +1,13 @@
 """On a GPU the engine gives the ids of transformers, in fp32: through graphs, overlap, chunks, shared prefixes and retraction."""
 
 import json
+import logging
 
+import numpy as np
 import pytest
+import torch
 
-from minisgl.core import SamplingParams
+from minisgl.core import SamplingParams, SlotSetup
 from minisgl.llm import LLM
 
 pytestmark = pytest.mark.gpu
@@ -115,3 +118,95 @@ def test_retracted_requests_give_their_solo_ids(tiny_models, page_size):
         assert llm.scheduler.num_retractions > 0
         llm.scheduler.check_integrity()
     assert together == solo
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 9])
+def test_a_mixture_of_experts_takes_part_in_graphs(tiny_models, caplog, num_rows):
+    path = tiny_models("qwen3-moe")
+    prompts = (cases(path)[0] * 9)[:num_rows]
+    params = [SamplingParams(temperature=float(row % 2), seed=row, max_tokens=NUM_NEW, ignore_eos=True) for row in range(num_rows)]
+    caplog.set_level(logging.DEBUG, logger="minisgl.engine.graphs")
+    with cuda(path) as llm:
+        with_graphs = ids_of(llm.generate(prompts, params, progress=False))
+    assert "captured" in caplog.text
+    with cuda(path, cuda_graph_max_bs=0) as llm:
+        without = ids_of(llm.generate(prompts, params, progress=False))
+    assert with_graphs == without
+
+
+WISHES = {
+    "the defaults of Qwen3": {"temperature": 0.6, "top_k": 20, "top_p": 0.95},
+    "the defaults of Llama 3": {"temperature": 0.6, "top_p": 0.9},
+    "one token of three filters": {"temperature": 1.5, "top_k": 1, "top_p": 0.5, "min_p": 0.5},
+    "a wide top-k and a narrow top-p": {"temperature": 2.0, "top_k": 200, "top_p": 0.3},
+    "min-p": {"temperature": 1.5, "min_p": 0.1},
+    "a simple neighbour": {"temperature": 1.0},
+    "a greedy neighbour with filters": {"top_k": 5, "top_p": 0.9},
+    "all penalties and a filter": {
+        "temperature": 1.2,
+        "top_k": 40,
+        "repetition_penalty": 1.3,
+        "frequency_penalty": 0.4,
+        "presence_penalty": 0.3,
+    },
+    "greedy penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.5},
+    "biases": {"temperature": 0.8, "top_p": 0.9, "logit_bias": {token: 4.0 - token % 7 for token in range(3, 60)}},
+    "banned ends": {"temperature": 1.0, "min_tokens": 20, "ignore_eos": False, "logit_bias": {4087: 50.0}},
+}
+
+
+def wish(seed, settings):
+    return SamplingParams(**{"max_tokens": NUM_NEW, "ignore_eos": True, "seed": seed, **settings})
+
+
+@pytest.mark.parametrize("settings", ["graphs and overlap", "no graphs", "plain order", "7 tokens a step", "no shared prefixes"])
+def test_filters_penalties_and_biases_give_the_ids_of_the_cpu(tiny_models, settings):
+    """All together, some together and, with the slots of others, once more: what a step's rows want decides which kernels run."""
+    path = tiny_models("qwen3")
+    params = [wish(seed, wanted) for seed, wanted in enumerate(WISHES.values())]
+    prompts = [(cases(path)[0][row % 2] + [7 + row])[-40:] for row in range(len(params))]
+    with LLM(path, device="cpu", dtype="float32", num_pages=512) as llm:
+        expected = ids_of(llm.generate(prompts, params, progress=False))
+    with cuda(path, **SETTINGS[settings]) as llm:
+        together = ids_of(llm.generate(prompts, params, progress=False))
+        turned = ids_of(llm.generate(prompts[::-1], params[::-1], progress=False))[::-1]
+        filtered = ids_of(llm.generate(prompts[:6], params[:6], progress=False))
+        alone = [ids_of(llm.generate([prompt], [own], progress=False))[0] for prompt, own in zip(prompts, params, strict=True)]
+        llm.scheduler.check_integrity()
+    named = dict(zip(WISHES, expected, strict=True))
+    assert dict(zip(WISHES, together, strict=True)) == named
+    assert dict(zip(WISHES, turned, strict=True)) == named
+    assert dict(zip(WISHES, alone, strict=True)) == named
+    assert filtered == expected[:6]
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_sampling_never_waits_for_the_device():
+    """Neither when requests begin, nor in a step, whatever they want. The first round allocates and compiles."""
+    from minisgl.engine.device_sampler import DeviceSampler
+
+    device = torch.device("cuda")
+    num_rows, num_ids = len(WISHES), 1000
+    sampler, logits = DeviceSampler(num_rows, num_ids, device), torch.randn(num_rows, 1024, device=device)
+    array = np.array([5, 6, 7], dtype=np.int32)
+    setups = [SlotSetup(row, wish(row, wanted), row, frozenset([2]), array, array) for row, wanted in enumerate(WISHES.values())]
+    slots = np.arange(num_rows, dtype=np.int32)
+    there, positions = (
+        torch.arange(num_rows, device=device, dtype=torch.int32),
+        torch.full((num_rows,), 6, device=device, dtype=torch.int32),
+    )
+    rounds = []
+    try:
+        for mode in ("default", "error"):
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode(mode)
+            sampler.set_up(setups)
+            for kind in (1, sampler.kind(slots)):
+                tokens = sampler.sample(logits, there, positions)
+                sampler.resample(tokens, logits, there, positions, kind)
+            torch.cuda.set_sync_debug_mode("default")
+            rounds.append(tokens.tolist())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert rounds[0] == rounds[1]
+    assert min(rounds[0]) >= 0

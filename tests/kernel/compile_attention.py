@@ -1,4 +1,6 @@
-"""Compile the attention kernels for sm_90 on a machine without a GPU: `python compile_attention.py CASE...` prints one JSON line a case.
+"""Compile the attention kernels on a machine without a GPU: `python compile_attention.py CASE...` prints one JSON line a case.
+
+For sm_90, or for what follows an @: `decode@86,...` is for sm_86.
 
 A program of its own, since the test process has Triton's interpreter switched on. The launches are those of the real wrappers: a
 recorder stands in the kernel's place and compiles what it is called with.
@@ -22,9 +24,12 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from minisgl.kernel.gpu import decode_attention as decode
 from minisgl.kernel.gpu import prefill_attention as prefill
+from minisgl.kernel.gpu.pdl import pdl_options
 
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
+SHARED_BYTES = {86: 99 * 1024, 90: 227 * 1024}
+"""What a program may take on a GPU of that kind."""
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -38,8 +43,8 @@ def type_of(argument):
 class Recorder:
     """Compiles instead of launching; tensors count as aligned to 16 bytes unless the kernel does not ask."""
 
-    def __init__(self, kernel):
-        self.kernel, self.compiled = kernel, None
+    def __init__(self, kernel, arch):
+        self.kernel, self.arch, self.compiled = kernel, arch, None
 
     def __getitem__(self, grid):
         return self.launch
@@ -57,7 +62,7 @@ class Recorder:
             if isinstance(a, torch.Tensor) and is_aligned[n]
         }
         source = ASTSource(self.kernel, signature, constants, attrs)
-        self.compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        self.compiled = triton.compile(source, target=GPUTarget("cuda", self.arch, 32), options=options)
 
 
 def run(tool, *flags, cubin):
@@ -77,8 +82,9 @@ def facts(compiled):
     return {**counts, "registers": registers, "stack": stack, "shared_bytes": compiled.metadata.shared, "instructions": len(words)}
 
 
-def compile_decode(num_heads, num_kv_heads, head_dim, page_size, num_rows, dtype=torch.bfloat16, config=None):
-    decode._decode_kernel = recorder = Recorder(KERNELS["decode"])
+def compile_decode(arch, num_heads, num_kv_heads, head_dim, page_size, num_rows, dtype=torch.bfloat16, config=None):
+    decode._decode_kernel = recorder = Recorder(KERNELS["decode"], arch)
+    decode.pdl_options = pdl_options if arch >= 90 else lambda: {"PDL": False}
     q = torch.empty(num_rows, num_heads, head_dim, dtype=dtype)
     pool = torch.empty(2, num_kv_heads, page_size, head_dim, dtype=dtype)
     numbers = torch.zeros(4, dtype=torch.int32)
@@ -88,16 +94,16 @@ def compile_decode(num_heads, num_kv_heads, head_dim, page_size, num_rows, dtype
     return facts(recorder.compiled)
 
 
-def compile_form(form, *numbers):
-    return compile_decode(16, 8, 128, 64, 256, config=decode.DecodeConfig(*map(int, numbers), form=form))
+def compile_form(arch, form, *numbers):
+    return compile_decode(arch, 16, 8, 128, 64, 256, config=decode.DecodeConfig(*map(int, numbers), form=form))
 
 
-def compile_prefill(num_heads, num_kv_heads, head_dim, page_size, dtype=torch.bfloat16, config=None):
-    prefill._prefill_kernel = recorder = Recorder(KERNELS["prefill"])
+def compile_prefill(arch, num_heads, num_kv_heads, head_dim, page_size, dtype=torch.bfloat16):
+    prefill._prefill_kernel = recorder = Recorder(KERNELS["prefill"], arch)
     q = torch.empty(300, num_heads, head_dim, dtype=dtype)
     pool = torch.empty(6, num_kv_heads, page_size, head_dim, dtype=dtype)
     lens = np.array([0], dtype=np.int32), np.array([300], dtype=np.int32)
-    config = config or prefill.prefill_config(head_dim, dtype)
+    config = prefill.prefill_config(head_dim, dtype, SHARED_BYTES[arch])
     rows = prefill.PrefillRows(*(torch.zeros(1, dtype=torch.int32) for _ in range(4)))
     tiles = torch.from_numpy(prefill.plan_prefill(*lens, config.block_m))
     prefill.prefill_attention(q, pool, pool, torch.zeros(4, 8, dtype=torch.int32), rows, tiles, None, config)
@@ -105,17 +111,19 @@ def compile_prefill(num_heads, num_kv_heads, head_dim, page_size, dtype=torch.bf
 
 
 KERNELS = {"decode": decode._decode_kernel, "prefill": prefill._prefill_kernel}
-COMPILERS = {
-    "decode": lambda *numbers: compile_decode(*map(int, numbers)),
-    "prefill": lambda *numbers: compile_prefill(*map(int, numbers)),
-    "form": compile_form,
-}
+COMPILERS = {"decode": compile_decode, "prefill": compile_prefill, "form": compile_form}
+
+
+def value_of(word):
+    """A number, a torch.dtype, or the word itself."""
+    return int(word) if word.isdigit() else getattr(torch, word) if word in ("float32", "float16") else word
 
 
 def main():
     for case in sys.argv[1:]:
-        kind, *numbers = case.split(",")
-        sys.stdout.write(json.dumps({"case": case, **COMPILERS[kind](*numbers)}) + "\n")
+        kind, *words = case.split(",")
+        kind, _, arch = kind.partition("@")
+        sys.stdout.write(json.dumps({"case": case, **COMPILERS[kind](int(arch or 90), *map(value_of, words))}) + "\n")
 
 
 if __name__ == "__main__":

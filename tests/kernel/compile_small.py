@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from minisgl.kernel.gpu import activation, inputs, norm, rope, sampling
+from minisgl.kernel.gpu import activation, adjust, filter, inputs, norm, rope, sampling
 from tests.kernel.compile_attention import TYPES, run
 
 VOCAB_SIZE, NUM_IDS = 151_936, 151_669
@@ -46,7 +46,7 @@ class Recorder:
     def __getitem__(self, grid):
         return self.launch
 
-    def launch(self, *args, num_warps=4, launch_pdl=False, PDL=False):
+    def launch(self, *args, num_warps=4, launch_pdl=False, PDL=False, **options):
         signature, constants, attrs = {}, {}, {}
         for i, (parameter, arg) in enumerate(zip(self.kernel.params, (*args, PDL), strict=True)):
             if parameter.is_constexpr:
@@ -56,7 +56,9 @@ class Recorder:
             else:
                 signature[parameter.name] = "fp32" if isinstance(arg, float) else "i32"
         source = ASTSource(self.kernel, signature, constants, attrs)
-        self.compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps, "launch_pdl": launch_pdl})
+        self.compiled = triton.compile(
+            source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps, "launch_pdl": launch_pdl, **options}
+        )
 
     def report(self, name):
         """Resources, and instructions by name and width."""
@@ -95,12 +97,35 @@ def compile_model(name, model):
     rope._rope_and_store_kernel = recorder.kernel
 
 
+def compile_others(recorder, workspace):
+    """What rows need that want more than temperature; adjusted logits are fp32."""
+    limits_recorder = Recorder(filter, "_limits_kernel")
+    numbers, floats = tensor(4, dtype=torch.int32), tensor(4, dtype=torch.float32)
+    tokens = seeds = tensor(4, dtype=torch.int64)
+    filters = filter.Filters(numbers, floats, numbers, floats, floats)
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        sampling.resample(tokens, tensor(4, VOCAB_SIZE, dtype=dtype), numbers, numbers, filters, seeds, NUM_IDS, workspace)
+        recorder.report(f"resample {name}")
+        limits_recorder.report(f"limits {name}")
+
+    adjust_recorder, bias_recorder, note_recorder = (Recorder(adjust, f"_{name}_kernel") for name in ("adjust", "bias", "note"))
+    wishes = adjust.Wishes(numbers, floats, floats, floats, numbers, numbers)
+    biases = tensor(5, 1024, dtype=torch.int32), tensor(5, 1024, dtype=torch.float32)
+    said = adjust.Said(tensor(5, -(-NUM_IDS // 16) * 16, dtype=torch.int32), *biases)
+    adjust.adjust(tensor(4, VOCAB_SIZE), numbers, numbers, wishes, said)
+    adjust.note(said.tokens, numbers, tokens)
+    adjust_recorder.report("adjust")
+    bias_recorder.report("bias")
+    note_recorder.report("note")
+
+
 def compile_common():
     recorder = Recorder(sampling, "_sample_kernel")
     slots, seeds = tensor(4, dtype=torch.int32), tensor(4, dtype=torch.int64)
     workspace = sampling.make_workspace(4, NUM_IDS, torch.device("cpu"))
     sampling.sample(tensor(4, VOCAB_SIZE), tensor(4, dtype=torch.float32), seeds, slots, NUM_IDS, workspace, slots)
     recorder.report("sample")
+    compile_others(recorder, workspace)
 
     recorder = Recorder(inputs, "_decode_inputs_kernel")
     inputs.decode_inputs(tensor(6, 256, dtype=torch.int32), seeds, 4)

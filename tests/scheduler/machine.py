@@ -52,7 +52,6 @@ def draw_shape(random: Random) -> Shape:
         "reserve_tokens": 1 if is_tight else random.choice((1, 1, 3, 20)),
         "max_extend_tokens": budget,
         "max_extend_tokens_beside_decode": random.choice((1, 5, budget)),
-        "prefill_first": random.random() < 0.3,
     }
     return Shape(limits, settings, is_tight)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import zmq
 
 from minisgl.core import SamplingParams
 from minisgl.distributed import DistributedInfo
@@ -75,6 +76,7 @@ def fork(main: Callable[[SchedulerConfig], None], config: SchedulerConfig) -> in
     try:
         faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
         main(config)
+        zmq.Context.instance().term()  # os._exit would take along what has not been sent yet
         status = 0
     except BaseException:
         traceback.print_exc()

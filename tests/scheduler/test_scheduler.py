@@ -414,18 +414,6 @@ def test_a_decode_stream_waits_at_most_two_steps_beside_a_feed_of_long_prompts(i
     assert max(beside) == 8
 
 
-@pytest.mark.parametrize("is_overlapped", [False, True])
-def test_prefill_that_comes_first_leaves_decode_to_steps_that_have_no_prompt(is_overlapped: bool) -> None:
-    scheduler, engine = make(**overlap(is_overlapped), max_running_req=4, max_extend_tokens=10, prefill_first=True)
-    clients = [scheduler.add([uid] * 15, uid=uid, max_tokens=6, ignore_eos=True) for uid in range(1, 7)]
-    scheduler.finish()
-    for client in clients:
-        check_solo(client, engine.limits)
-    kinds = "".join("d" if batch.is_decode else "p" for batch in engine.batches)
-    assert kinds.startswith("pppppp" + "d" * 5), "four prompts of 15 tokens, 10 in a step, then their decode steps"
-    assert all(batch.num_tokens == 10 for batch in engine.batches[:6])
-
-
 def test_a_prompt_alone_takes_the_whole_budget() -> None:
     scheduler, engine = make(max_extend_tokens=20, max_extend_tokens_beside_decode=4)
     scheduler.add([1] * 50, max_tokens=1)

@@ -2,7 +2,7 @@
 
 Rows are cut into chunks of fixed size, and a fixed number of programs walks the list of (row, chunk), once per KV head. A row of one
 chunk writes its output at once. The chunks of a longer row leave partial results; the program that arrives last adds them in the
-order of the chunks. So the bits of a row depend on its own length only, never on who shares the batch or on which program ran first.
+order of the chunks. So the bits of a row depend on its own length and the number of rows only, never on which program ran first.
 Every device buffer has a fixed address: the launch can be part of a CUDA graph, and the plan of a step is a copy into `DecodeWork`.
 
 Knows tensors only. Called by the Triton attention backend.
@@ -15,7 +15,7 @@ Letters: B rows, H query heads, K KV heads, G = H / K, D head dim, P pages, N wo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -55,6 +55,9 @@ CHUNK = 512
 """Tokens of K and V in one work item."""
 FEW_ROWS, FEW_ROWS_CHUNK = 8, 256
 """Up to so many rows, chunks are shorter, since longer ones would leave multiprocessors idle."""
+SHARES = ((16, 256, 12), (32, 512, 12), (112, 512, 10), (144, 1024, 10), (None, 1024, 12))
+"""Rows up to which programs of one warp share the work so: the chunk, and programs for each multiprocessor. Measured on an H200 with
+lengths as they are early and late in the offline workload (benchmark/gpu/attention.py --shares): 2 to 15 % faster than one choice."""
 COMBINE_ELEMENTS = 1024
 """Partial numbers that the combining program holds at once."""
 
@@ -99,24 +102,34 @@ class DecodeConfig:
     chunk: int = CHUNK
     """tokens per item; the plan must have been made with the same"""
     form: Form = "masked"
-    """other forms need pages of whole tiles and a head dim that is a power of two from 16 on; elsewhere the masked loop runs"""
+    """where `has_tiles` says no, the masked loop runs whatever this is"""
 
     @property
     def has_descriptors(self) -> bool:
         return self.form in ("tma", "swapped")
 
+    def has_tiles(self, head_dim: int, page_size: int) -> bool:
+        """Whether the form is another than masked and K and V can be cut for it: pages of whole tiles, a head dim of 16, 32, 64, ..."""
+        is_power = head_dim >= 16 and head_dim & (head_dim - 1) == 0
+        return self.form != "masked" and is_power and page_size % self.block_n == 0
 
-def decode_config(head_dim: int, dtype: torch.dtype, num_rows: int) -> DecodeConfig:
-    """The configuration used for a head size, type, and rows of the step (padding of its graph included)."""
+
+def decode_config(head_dim: int, dtype: torch.dtype, num_rows: int, page_size: int) -> DecodeConfig:
+    """The configuration used for a head size, type, rows of the step (padding of its graph included) and page size.
+
+    Its form is one that runs with them: nobody makes descriptors of what cannot be cut into tiles.
+    """
     chunk = FEW_ROWS_CHUNK if num_rows <= FEW_ROWS else CHUNK
     if dtype == torch.float32:
         return DecodeConfig(block_n=32, num_stages=2, num_warps=4, programs_per_sm=2, chunk=chunk)
     if head_dim > 128:
         return DecodeConfig(block_n=32, num_stages=3, num_warps=4, programs_per_sm=2, chunk=chunk)
     if num_rows <= FEW_ROWS:
-        return DecodeConfig(block_n=64, num_stages=3, num_warps=2, programs_per_sm=2, chunk=chunk, form="swapped")
-    # one warp a program: no barrier stands in the loop
-    return DecodeConfig(block_n=16, num_stages=3, num_warps=1, programs_per_sm=8, chunk=chunk, form="split")
+        config = DecodeConfig(block_n=64, num_stages=3, num_warps=2, programs_per_sm=2, chunk=chunk, form="swapped")
+    else:  # one warp a program: no barrier stands in the loop
+        chunk, programs_per_sm = next(share for most, *share in SHARES if most is None or num_rows <= most)
+        config = DecodeConfig(block_n=16, num_stages=3, num_warps=1, programs_per_sm=programs_per_sm, chunk=chunk, form="split")
+    return config if config.has_tiles(head_dim, page_size) else replace(config, form="masked")
 
 
 def max_items(num_pool_tokens: int, max_rows: int, max_len: int | None = None) -> int:
@@ -130,7 +143,8 @@ def max_items(num_pool_tokens: int, max_rows: int, max_len: int | None = None) -
         most = num_pool_tokens // chunk + rows
         return most if max_len is None else min(most, rows * -(-max_len // chunk))
 
-    return max(bound(max_rows, CHUNK), bound(min(max_rows, FEW_ROWS), FEW_ROWS_CHUNK))
+    shares = [(most or max_rows, chunk) for most, chunk, _ in SHARES]
+    return max(bound(min(max_rows, rows), chunk) for rows, chunk in ((max_rows, CHUNK), (FEW_ROWS, FEW_ROWS_CHUNK), *shares))
 
 
 def plan_decode(lengths: Int32Array, chunk: int = CHUNK) -> tuple[Int32Array, Int32Array]:
@@ -206,12 +220,12 @@ def decode_attention(
     num_kv_heads, page_size = (k_pool.base if isinstance(k_pool, TensorDescriptor) else k_pool).shape[1:3]
     group = num_heads // num_kv_heads
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    config = config or decode_config(head_dim, q.dtype, num_rows)
+    config = config or decode_config(head_dim, q.dtype, num_rows, page_size)
     num_programs = min(num_multiprocessors(q.device) * config.programs_per_sm, len(work.items) * num_kv_heads)
     if num_rows == 0 or num_programs == 0:
         return out
     padded_group, padded_dim = triton.next_power_of_2(group), max(16, triton.next_power_of_2(head_dim))
-    is_tiled = config.form != "masked" and page_size % config.block_n == 0 and padded_dim == head_dim
+    is_tiled = config.has_tiles(head_dim, page_size)
     is_swapped = is_tiled and config.form == "swapped"
     k_pool, k_tiles = _with_tiles(k_pool, config, is_tiled)
     v_pool, v_tiles = _with_tiles(v_pool, config, is_tiled)
@@ -333,10 +347,8 @@ def _decode_kernel(  # noqa: PLR0915 - one loop over state that lives in registe
     in_head = heads[None, :] * HEAD_DIM + dims[:, None] if IS_SWAPPED else heads[:, None] * HEAD_DIM + dims[None, :]
     # What the next item says is read before the current one is worked on, and what it leads to before the current one's results are
     # written; the first even before the number of items is known (the grid is no larger than the list). One row's step is little more
-    # than these loads one after the other.
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    # than these loads one after the other. The plan was copied before the step's first kernel, so these loads need not wait for
+    # the kernel ahead of this one.
     begin = tl.program_id(0)
     row = tl.load(items + begin // NUM_KV_HEADS * 2)
     chunk = tl.load(items + begin // NUM_KV_HEADS * 2 + 1)
@@ -344,6 +356,9 @@ def _decode_kernel(  # noqa: PLR0915 - one loop over state that lives in registe
     length = tl.load(lengths + row)
     first_partial = tl.load(first_partials + row)
     slot = tl.load(slots + row)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     for work in range(begin, num_work, tl.num_programs(0)):
         head = work % NUM_KV_HEADS
         following = tl.minimum(work + tl.num_programs(0), num_work - 1) // NUM_KV_HEADS

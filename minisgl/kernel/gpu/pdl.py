@@ -1,8 +1,9 @@
 """Programmatic dependent launch: a kernel begins while the one before it still ends, and waits before it touches what that one wrote.
 
 The rule for every kernel launched with `pdl_options`: `gdc_wait()` before the first read of another kernel's result and before the first
-store. Weights may be read earlier. Such a kernel completes only after the one before it, so the order holds along any chain. Needs
-compute capability 9.0; MINISGL_DISABLE_PDL=1 turns it off. Knows nothing but the device. Called by the kernels' launchers.
+store. Weights may be read earlier, and the plan, which is copied before a step. Such a kernel completes only after the one before it, so
+the order holds along any chain. Needs compute capability 9.0; MINISGL_DISABLE_PDL=1 turns it off. Knows nothing but the device.
+Called by the kernels' launchers.
 """
 
 # mypy: disable-error-code="import-untyped"

@@ -23,12 +23,14 @@ import triton.language as tl
 
 from minisgl.kernel.gpu.attention_loop import attend, registers_for, softmax_scale
 
-__all__ = ["BLOCK_M", "PrefillConfig", "PrefillRows", "plan_prefill", "prefill_attention", "prefill_config"]
+__all__ = ["BLOCK_M", "PrefillConfig", "PrefillRows", "plan_prefill", "prefill_attention", "prefill_config", "shared_bytes"]
 
 Int32Array = npt.NDArray[np.int32]
 
 BLOCK_M = 128
 """New tokens of one tile."""
+WIDE_SHARED_BYTES = 144 * 1024
+"""What tiles of BLOCK_M tokens take where a head is wider than 128. GPUs of sm_86, sm_89 and sm_120 have 99 KiB for a program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +61,19 @@ class PrefillConfig:
     """how many programs the registers must leave room for on a multiprocessor"""
 
 
-def prefill_config(head_dim: int, dtype: torch.dtype) -> PrefillConfig:
-    """The configuration used for a head size and type."""
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that one program may take on a CUDA device; elsewhere that of sm_90, for compiling ahead."""
+    if device.type != "cuda":
+        return 227 * 1024
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]  # not in the stubs
+
+
+def prefill_config(head_dim: int, dtype: torch.dtype, shared_bytes: int) -> PrefillConfig:
+    """The configuration used for a head size and type on a device with so much shared memory for a program."""
     if dtype == torch.float32:
-        return PrefillConfig(block_m=32, block_n=32, num_stages=2, num_warps=4)
+        return PrefillConfig(block_m=32, block_n=16 if head_dim > 128 else 32, num_stages=2, num_warps=4)
+    if head_dim > 128 and shared_bytes < WIDE_SHARED_BYTES:
+        return PrefillConfig(block_m=64, block_n=32, num_stages=2, num_warps=8)
     if head_dim > 128:
         return PrefillConfig(block_m=BLOCK_M, block_n=64, num_stages=2, num_warps=8)
     return PrefillConfig(block_m=BLOCK_M, block_n=64, num_stages=2, num_warps=8, programs_per_sm=2)
@@ -97,7 +108,7 @@ def prefill_attention(
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, page_size = k_pool.shape[1:3]
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    config = config or prefill_config(head_dim, q.dtype)
+    config = config or prefill_config(head_dim, q.dtype, shared_bytes(q.device))
     if len(tiles) == 0:
         return out
     _prefill_kernel[(num_heads, len(tiles))](

@@ -2,7 +2,8 @@
 
 A token wins by noise / probability, least first. With E the noise, the logarithm of that orders tokens like logit / temperature - log E,
 greatest first, which needs no sum over the vocabulary. A program takes one block of one row; the last of a row's programs to arrive
-joins the blocks. Knows tensors only. Called by the engine's sampler, inside its graphs.
+joins the blocks. `resample` does the rows again that want more than that. Knows tensors only. Called by the engine's sampler, inside its
+graphs.
 
 Letters: S sampled rows, V vocabulary.
 """
@@ -20,10 +21,11 @@ import triton.language as tl
 from triton.language.extra import libdevice
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minisgl.kernel.gpu.filter import Filters, Limits, find_limits
 from minisgl.kernel.gpu.pdl import pdl_options
 from minisgl.kernel.sampling import NUM_ROUNDS
 
-__all__ = ["GREEDY_BELOW", "Workspace", "make_workspace", "sample"]
+__all__ = ["GREEDY_BELOW", "Workspace", "make_workspace", "resample", "sample"]
 
 GREEDY_BELOW = 1e-5
 """Temperature under which the likeliest token is taken: `core.GREEDY_BELOW`, which stands beside this package, not below it."""
@@ -75,18 +77,55 @@ def sample(
     `slots` (int32 or int64 [S]) temperatures and seeds have one entry per slot, and row i takes those of slots[i]. Of equals the lowest
     id is taken, an id of `num_ids` or more never. A row whose largest logit is not finite, or that has a NaN, gives -1.
     """
+    tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    _draw(tokens, logits, (temperatures, seeds, slots), positions, num_ids, workspace, None)
+    return tokens
+
+
+def resample(
+    tokens: torch.Tensor,
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    filters: Filters,
+    seeds: torch.Tensor,
+    num_ids: int,
+    workspace: Workspace,
+) -> None:
+    """Replace the tokens [S] of rows whose slot wants it and that are not negative by one that the slot's filters keep.
+
+    The rest as for `sample`; greedy slots are not filtered, for the likeliest token is always kept.
+    """
+    limits = find_limits(logits, tokens, slots, filters, num_ids)
+    _draw(tokens, logits, (filters.temperatures, seeds, slots), positions, num_ids, workspace, (filters.is_wanted, limits))
+
+
+def _draw(
+    tokens: torch.Tensor,
+    logits: torch.Tensor,
+    by_slot: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    positions: torch.Tensor,
+    num_ids: int,
+    workspace: Workspace,
+    kept: tuple[torch.Tensor, Limits] | None,
+) -> None:
+    """`by_slot`: temperatures, seeds and the rows' slots. `kept`: which slots are drawn for, and the rows' limits."""
     num_rows, vocab_size = logits.shape
     num_blocks = triton.cdiv(num_ids, workspace.block)
     assert num_rows <= len(workspace.num_done)
     assert num_blocks <= workspace.ids.shape[1]
     assert logits.stride(1) == 1
-    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    temperatures, seeds, slots = by_slot
+    is_wanted, limits = (None, None) if kept is None else kept
     inputs = (
         logits,
         positions if slots is None else slots,
         temperatures,
         seeds,
         positions,
+        workspace.num_done if is_wanted is None else is_wanted,
+        temperatures if limits is None else limits.least,
+        workspace.num_done if limits is None else limits.last_ids,
         workspace.values,
         workspace.ids,
         workspace.num_done,
@@ -99,10 +138,10 @@ def sample(
         workspace.block,
         triton.next_power_of_2(num_blocks),
         slots is not None,
+        kept is not None,
     )
     num_warps = min(max(workspace.block // 512, 1), 4)
     _sample_kernel[(num_blocks, num_rows)](tokens, *inputs, *sizes, num_warps=num_warps, **pdl_options())
-    return tokens
 
 
 @triton.jit
@@ -138,6 +177,9 @@ def _sample_kernel(
     temperatures,
     seeds,
     positions,
+    is_wanted,
+    leasts,
+    last_ids,
     values,
     ids,
     num_done,
@@ -148,6 +190,7 @@ def _sample_kernel(
     block: tl.constexpr,
     blocks_padded: tl.constexpr,
     has_slots: tl.constexpr,
+    has_limits: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(1)
@@ -157,17 +200,25 @@ def _sample_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
+    slot = tl.load(slots + row) if has_slots else row
+    if has_limits:  # noqa: SIM102 - known when compiled
+        # the program that writes the token waits for all others of its row, which have read it by then
+        if (tl.load(is_wanted + slot) == 0) | (tl.load(tokens + row) < 0):
+            return
     # the mask of the load follows the vocabulary, whose size is a round number: wide loads
     logit = tl.load(logits + row.to(tl.int64) * stride + token, mask=token < vocab_size, other=-infinity).to(tl.float32)
     logit = tl.where(token < num_ids, logit, -infinity)
     logit = tl.where(logit == logit, logit, infinity)  # noqa: PLR0124 - false for NaN
-    slot = tl.load(slots + row) if has_slots else row
+    if has_limits:
+        least = tl.load(leasts + row)
+        is_kept = (logit > least) | ((logit == least) & (token <= tl.load(last_ids + row)))
+        logit = tl.where(is_kept, logit, -infinity)
     temperature = tl.load(temperatures + slot)
     is_greedy = temperature < NOT_GREEDY_FROM
     factor = LOG2_E / tl.where(is_greedy, 1.0, temperature)
     largest = tl.max(logit, axis=0)
     score = (logit - tl.where(largest == -infinity, 0.0, largest)) * factor
-    if not is_greedy:
+    if (not is_greedy) & (largest > -infinity):
         score -= _log2_noise(first_id, tl.load(seeds + slot), tl.load(positions + row), block)
     best = tl.max(score, axis=0)
     chosen = tl.min(tl.where(score == best, token, 0x7FFFFFFF), axis=0)

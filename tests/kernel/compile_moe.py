@@ -1,0 +1,66 @@
+"""Compile the kernels of the mixture of experts for sm_90 without a GPU; prints one JSON line per case.
+
+    python -m tests.kernel.compile_moe CASE...
+
+A case is `tokens,type` for one layer of Qwen3-30B-A3B, or `tokens,type,hidden,width,experts,chosen`. A program of its own, since the test
+process has Triton's interpreter switched on.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+
+from minisgl.kernel.gpu import moe
+from tests.kernel.compile_attention import Recorder, facts
+
+NAMES = ("_route_kernel", "_sort_kernel", "_product_kernel", "_sum_kernel")
+TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class EachLaunch(Recorder):
+    """Keeps the facts of every launch, in order. `known`: those of a program that was looked at before."""
+
+    def __init__(self, kernel, known):
+        super().__init__(kernel)
+        self.found, self.known = [], known
+
+    def launch(self, *args, **constants):
+        super().launch(*args, **constants)
+        cubin = self.compiled.asm["cubin"]
+        if cubin not in self.known:
+            self.known[cubin] = {"threads": 32 * constants["num_warps"], **facts(self.compiled)}
+        self.found.append(self.known[cubin])
+
+
+KERNELS = {name: getattr(moe, name) for name in NAMES}
+
+
+def tensor(*shape, dtype):
+    """A shape and a type: nothing is launched, so no memory is needed."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def compile_layer(known, tokens, dtype, hidden=2048, width=768, num_experts=128, num_chosen=8):
+    recorders = {name: EachLaunch(kernel, known) for name, kernel in KERNELS.items()}
+    for name, recorder in recorders.items():
+        setattr(moe, name, recorder)
+    x, logits = tensor(tokens, hidden, dtype=dtype), tensor(tokens, num_experts, dtype=dtype)
+    gate_up, down = tensor(num_experts, 2 * width, hidden, dtype=dtype), tensor(num_experts, hidden, width, dtype=dtype)
+    moe.experts(x, gate_up, down, *moe.route(logits, num_chosen, True))
+    gated, plain = recorders.pop("_product_kernel").found
+    single = {name.strip("_").removesuffix("_kernel"): recorder.found for name, recorder in recorders.items()}
+    return {"gate_up": gated, "down": plain, **{name: found[0] for name, found in single.items() if found}}
+
+
+def main():
+    known = {}
+    for case in sys.argv[1:]:
+        tokens, dtype, *sizes = case.split(",")
+        sys.stdout.write(json.dumps({"case": case, **compile_layer(known, int(tokens), TYPES[dtype], *map(int, sizes))}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
