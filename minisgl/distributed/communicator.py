@@ -51,7 +51,7 @@ class TorchDistributed(Communicator):
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         blocks = tensor.new_empty((self._size, *tensor.shape))
-        dist.all_gather_into_tensor(blocks.flatten(0, 1), tensor.contiguous(), group=self._group)  # gloo wants them one below the other
+        dist.all_gather(list(blocks.unbind(0)), tensor.contiguous(), group=self._group)
         return blocks
 
 

@@ -24,7 +24,7 @@ class EachLaunch(Recorder):
     """Keeps the facts of every launch, in order. `known`: those of a program that was looked at before."""
 
     def __init__(self, kernel, known):
-        super().__init__(kernel)
+        super().__init__(kernel, 90)
         self.found, self.known = [], known
 
     def launch(self, *args, **constants):

@@ -300,6 +300,7 @@ def test_tiles_cover_every_token_once_and_those_with_most_keys_come_first():
     assert tiles.dtype == np.int32
 
 
+OFTEN = [f"decode,40,8,128,64,{rows}" for rows in (FEW_ROWS, FEW_ROWS + 1, 256)] + ["prefill,40,8,128,64"]
 SHIPPED = [f"decode,{heads},8,{dim},64,{rows}" for heads in (16, 24, 40) for dim in (64, 128) for rows in (FEW_ROWS, FEW_ROWS + 1)]
 FORMS = {
     "form,split,32,3,4,4": "LDGSTS",
@@ -309,8 +310,8 @@ FORMS = {
     "form,swapped,64,3,2,3": "UTMALDG",
 }
 """block_n, stages, warps, programs -> how K and V are fetched"""
-SHIPPED += [f"decode,{heads},8,128,64,256" for heads in (16, 40)]
-SHIPPED += ["prefill,16,8,64,64", "prefill,40,8,128,64"]
+SHIPPED += ["decode,16,8,128,64,256", "prefill,16,8,64,64"]
+SHIPPED = [*OFTEN, *(pytest.param(case, marks=pytest.mark.slow) for case in SHIPPED if case not in OFTEN)]
 SHIPPED_86 = ["prefill@86,16,8,256,64", "prefill@86,16,8,256,64,float32", f"decode@86,16,8,256,64,{FEW_ROWS}"]
 """What comes near the shared memory that there is."""
 
@@ -325,15 +326,20 @@ def compile_all(tmp_path_factory, cases):
     return {facts["case"]: facts for facts in map(json.loads, done.stdout.splitlines())}
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    """Every shipped configuration."""
-    return compile_all(tmp_path_factory, [*SHIPPED, *FORMS])
+def chosen_cases(request):
+    """Those of the tests that have been selected and use the fixture that asks."""
+    items = (item for item in request.session.items if item.path == request.path and request.fixturename in item.fixturenames)
+    return sorted({item.callspec.params["case"] for item in items})
 
 
 @pytest.fixture(scope="module")
-def compiled_for_86(tmp_path_factory):
-    return compile_all(tmp_path_factory, SHIPPED_86)
+def compiled(request, tmp_path_factory):
+    return compile_all(tmp_path_factory, chosen_cases(request))
+
+
+@pytest.fixture(scope="module")
+def compiled_for_86(request, tmp_path_factory):
+    return compile_all(tmp_path_factory, chosen_cases(request))
 
 
 @pytest.mark.parametrize("case", SHIPPED)
@@ -349,12 +355,14 @@ def test_compiled_for_sm_90(compiled, case):
         assert facts["registers"] * 32 * config.num_warps * config.programs_per_sm <= 65_536
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SHIPPED_86)
 def test_compiled_for_sm_86_it_fits_the_shared_memory(compiled_for_86, case):
     assert compiled_for_86[case]["shared_bytes"] <= SMALL_BYTES
     assert compiled_for_86[case]["stack"] <= 128
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "instruction"), FORMS.items())
 def test_forms_compiled_for_sm_90(compiled, case, instruction):
     facts, (warps, programs) = compiled[case], map(int, case.split(",")[-2:])
