@@ -29,6 +29,8 @@ from minisgl.kernel.gpu import moe
 from minisgl.kernel.gpu.moe import MoEKernelConfig
 from minisgl.moe import moe_backend
 
+H200_SHARED_BYTES = 227 * 1024
+
 COPY_BANDWIDTH = 4.29e12
 """bytes per second of an H200, measured with a device-to-device copy, reads and writes counted"""
 DENSE_RATE = 790e12
@@ -152,7 +154,7 @@ def measure(shape: Shape, num_tokens: int, matrices: list[tuple[torch.Tensor, to
     def by_torch(layer: Layer) -> torch.Tensor:
         return plain.experts(x, layer.gate_up, layer.down, *plain.route(layer.logits, shape.num_chosen, True))
 
-    config = moe.moe_config(num_tokens * shape.num_chosen, shape.num_experts, dtype)
+    config = moe.moe_config(num_tokens * shape.num_chosen, shape.num_experts, dtype, H200_SHARED_BYTES)
     bytes_us, flops_us = floor_us(shape, num_tokens, layers)
     found = {
         "tokens": num_tokens,
@@ -182,7 +184,7 @@ def sweep(
     num_pairs = num_tokens * shape.num_chosen
     x = torch.randn(num_tokens, shape.hidden, device=device, dtype=dtype)
     layers = routed(shape, num_tokens, matrices)
-    default = moe.moe_config(num_pairs, shape.num_experts, dtype)
+    default = moe.moe_config(num_pairs, shape.num_experts, dtype, H200_SHARED_BYTES)
     found = []
     for block_m, others in SWEEP.items():
         if not default.block_m // 2 <= block_m <= default.block_m * 2:

@@ -201,6 +201,7 @@ def main() -> None:
     llm = LLM(args.model, use_dummy_weight=True, **settings)
     plain = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=8)
     loaded = time.perf_counter() - start
+    clock = StepClock(llm)
     llm.generate([[1] * 32], plain, progress=False)
     ready = time.perf_counter() - start
     print(f"{Path(args.model).name} {settings}: loaded in {loaded:.1f} s, first answer after {ready:.1f} s", flush=True)
@@ -215,7 +216,6 @@ def main() -> None:
     }
     for name, values in rates.items():
         print(f"{name}: median {statistics.median(values):,.1f} tok/s", flush=True)
-    clock = StepClock(llm)
     clock.start()
     print("steps of one more run:", flush=True)
     run(llm, workload.prompts, many, 1)

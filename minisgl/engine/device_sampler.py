@@ -49,6 +49,7 @@ class DeviceSampler:
         wishes = ("is_wanted", "repetition_penalty", "frequency_penalty", "presence_penalty", "banned_until", "num_biases")
         self._wishes = Wishes(*(columns[name] for name in wishes))
         self._said: Said | None = None
+        self._adjusted: torch.Tensor | None = None
         self._workspace = make_workspace(graph_size(num_slots), num_ids, device)  # a graph's padding rows are sampled as well
 
     def set_up(self, setups: Sequence[SlotSetup]) -> None:
@@ -83,10 +84,16 @@ class DeviceSampler:
         said = self._said
         if kind == ADJUSTED:
             assert said is not None
-            logits = adjust(logits, slots, positions, self._wishes, said)
+            logits = adjust(logits, slots, positions, self._wishes, said, out=self._room(logits.shape))
         resample(tokens, logits, slots, positions, self._filters, self._seeds, self._num_ids, self._workspace)
         if kind == ADJUSTED and said is not None:
             note(said.tokens, slots, tokens)
+
+    def _room(self, shape: torch.Size) -> torch.Tensor:
+        """Memory for adjusted logits: one for all steps and graphs, of which one runs at a time."""
+        if self._adjusted is None or self._adjusted.numel() < shape.numel():
+            self._adjusted = torch.empty(graph_size(self._num_slots - 1) * shape[1], dtype=torch.float32, device=self._device)
+        return self._adjusted[: shape.numel()].view(shape)
 
     def _floats(self, params: SamplingParams) -> list[float]:
         if params.is_greedy:  # the likeliest token is always kept

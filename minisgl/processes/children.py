@@ -220,9 +220,10 @@ class Children:
         now = time.monotonic()
         if len(self._ranks) < 2 or now - self._last_look < 0.99 * LOOK_S:  # a wait of LOOK_S may end a moment early
             return
+        is_in_row = now - self._last_look < 2 * LOOK_S
         self._last_look = now
         for worker in self._ranks:
-            worker.num_stopped = worker.num_stopped + 1 if worker.is_stopped() else 0
+            worker.num_stopped = (worker.num_stopped if is_in_row else 0) + 1 if worker.is_stopped() else 0
             if worker.num_stopped >= NUM_LOOKS:
                 self.failed = f"the {worker.name} process"
                 doing = self._doing(worker)

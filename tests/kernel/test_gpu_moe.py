@@ -16,6 +16,8 @@ from minisgl.kernel.gpu.moe import MoEKernelConfig, experts, moe_config, route
 from minisgl.moe import MOE_BACKENDS, default_moe_backend, moe_backend
 
 NAN = float("nan")
+LARGE, SMALL = 227 * 1024, 99 * 1024
+"""Shared memory of a program on sm_90 and on sm_89."""
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 """Largest error allowed, relative to the largest value of the exact result."""
 SIZES = [(1, 32, 48, 8, 2), (3, 64, 40, 5, 3), (2, 48, 24, 64, 8), (70, 64, 33, 4, 2), (150, 40, 96, 6, 3), (290, 32, 16, 4, 4)]
@@ -151,9 +153,10 @@ def test_the_same_call_gives_the_same_bits(device, tokens):
 
 
 def test_the_configuration_follows_the_pairs_of_an_expert():
-    blocks = {tokens: moe_config(8 * tokens, 128, torch.bfloat16).block_m for tokens in (1, 8, 32, 128, 256, 1024, 2048, 8192)}
+    blocks = {tokens: moe_config(8 * tokens, 128, torch.bfloat16, LARGE).block_m for tokens in (1, 8, 32, 128, 256, 1024, 2048, 8192)}
     assert blocks == {1: 16, 8: 16, 32: 16, 128: 16, 256: 32, 1024: 64, 2048: 128, 8192: 128}
-    assert moe_config(8 * 8192, 128, torch.float32).block_m == 16
+    assert moe_config(8 * 8192, 128, torch.float32, LARGE).block_m == 16
+    assert moe_config(8 * 8192, 128, torch.bfloat16, SMALL).block_m == 64
 
 
 @pytest.mark.parametrize("name", MOE_BACKENDS)

@@ -59,7 +59,13 @@ class Said:
 
 
 def adjust(
-    logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, wishes: Wishes, said: Said, block: int = BLOCK
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    wishes: Wishes,
+    said: Said,
+    block: int = BLOCK,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Adjusted logits, fp32 [S, V], of logits [S, V] (any float type, V contiguous); rows of slots that want nothing stay unset.
 
@@ -67,7 +73,9 @@ def adjust(
     """
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
-    out = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=logits.device)
+    if out is None:
+        out = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=logits.device)
+    assert out.stride() == (vocab_size, 1)
     numbers = (wishes.is_wanted, wishes.repetition, wishes.frequency, wishes.presence, wishes.banned_until)
     rows = (out, logits, slots, positions, said.tokens, *numbers)
     sizes = (logits.stride(0), vocab_size, said.tokens.stride(0))

@@ -22,6 +22,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernel.gpu.pdl import pdl_options
+from minisgl.kernel.gpu.prefill_attention import shared_bytes
 
 __all__ = ["MoEKernelConfig", "experts", "moe_config", "route"]
 
@@ -31,6 +32,8 @@ SUM_BLOCK = 1024
 """Values of one program of the weighted sum."""
 PAIRS_UNSORTED = 4
 """With this many experts per pair or more, a pair rarely shares its expert: each is a block of its own, and nothing is sorted."""
+LARGE_BLOCK_BYTES = 144 * 1024
+"""Shared memory that the largest blocks take."""
 LAST_ID = tl.constexpr(0xFFFF)
 TAKEN = tl.constexpr(-(2**63))
 
@@ -49,15 +52,16 @@ class MoEKernelConfig:
     num_warps: int
 
 
-def moe_config(num_pairs: int, num_experts: int, dtype: torch.dtype) -> MoEKernelConfig:
-    """The configuration used for P pairs over E experts: the more pairs an expert gets on average, the larger the blocks."""
+def moe_config(num_pairs: int, num_experts: int, dtype: torch.dtype, num_shared_bytes: int) -> MoEKernelConfig:
+    """The configuration used for P pairs over E experts on a device with so much shared memory for a program: the more pairs an expert
+    gets on average, the larger the blocks."""
     if dtype == torch.float32:
         return MoEKernelConfig(16, 32, 32, 2, 4)
     if num_pairs <= 8 * num_experts:
         return MoEKernelConfig(16, 64, 128, 4, 4)
     if num_pairs <= 24 * num_experts:
         return MoEKernelConfig(32, 64, 128, 3, 4)
-    if num_pairs <= 64 * num_experts:
+    if num_pairs <= 64 * num_experts or num_shared_bytes < LARGE_BLOCK_BYTES:
         return MoEKernelConfig(64, 128, 64, 4, 4)
     return MoEKernelConfig(128, 256, 64, 4, 8)
 
@@ -109,7 +113,7 @@ def experts(
     out = torch.empty_like(x)
     if not num_tokens:
         return out
-    config = config or moe_config(num_pairs, num_experts, x.dtype)
+    config = config or moe_config(num_pairs, num_experts, x.dtype, shared_bytes(x.device))
     if num_pairs * PAIRS_UNSORTED <= num_experts:
         order, owners = None, ids.view(-1)
     else:
