@@ -57,7 +57,8 @@ FEW_ROWS, FEW_ROWS_CHUNK = 8, 256
 """Up to so many rows, chunks are shorter, since longer ones would leave multiprocessors idle."""
 SHARES = ((16, 256, 12), (32, 512, 12), (112, 512, 10), (144, 1024, 10), (None, 1024, 12))
 """Rows up to which programs of one warp share the work so: the chunk, and programs for each multiprocessor. Measured on an H200 with
-lengths as they are early and late in the offline workload (benchmark/gpu/attention.py --shares): 2 to 15 % faster than one choice."""
+lengths as they are early and late in the offline workload (benchmark/gpu/attention.py --shares): 3 to 15 % faster than one choice, but
+4 % slower at 24 rows."""
 COMBINE_ELEMENTS = 1024
 """Partial numbers that the combining program holds at once."""
 
