@@ -118,12 +118,12 @@ def test_a_recording_of_a_server_replays_with_its_trial_and_its_aborts(ranks, by
         with httpx.stream("POST", f"{server.url}/v1/chat/completions", json={**BODY, "stream": True}, timeout=START_S) as response:
             next(response.iter_lines())  # and away: an abort
         assert [answer.result().status_code for answer in answers] == [200] * 3
+        assert wait_until(lambda: b"AbortBackendMsg" in path.read_bytes())  # the server need not have seen the client leave yet
         server.process.send_signal(signal.SIGTERM)
         assert server.wait_for_exit(END_S) == 128 + signal.SIGTERM
     outcome = replay(path)
     assert (outcome.difference, outcome.is_complete, outcome.num_ranks) == (None, True, ranks)
     assert outcome.num_steps >= 52
-    assert b"AbortBackendMsg" in path.read_bytes()
 
 
 def test_the_recording_of_a_killed_rank_replays_up_to_its_end(byte_model, tmp_path):
