@@ -74,7 +74,12 @@ ENGINE_FLAGS = (
     _Flag("cuda_graph_max_bs", ("--cuda-graph-max-bs",), "largest decode step, in requests, that is a CUDA graph; 0: none is"),
     _Flag("reserve_tokens", ("--reserve-tokens",), "tokens of answer for which room is kept when a further request is admitted"),
     _Flag("cache_type", ("--cache-type", "--cache"), "radix: equal beginnings of prompts are computed once; naive: never", CACHE_TYPES),
-    _Flag("attention_backend", ("--attention-backend", "--attn"), "name of the attention implementation; auto: the best that runs here"),
+    _Flag(
+        "attention_backend",
+        ("--attention-backend", "--attn"),
+        "attention, one name for all steps or two, PREFILL,DECODE: torch, triton, fa (FlashAttention), fi (FlashInfer); auto: triton on "
+        "CUDA, torch on a CPU",
+    ),
 )
 HTTP_FLAGS = (
     _Flag("max_body_bytes", ("--max-body-bytes",), "longest body of a request; a longer one is a 413"),

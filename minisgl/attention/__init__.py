@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from minisgl.attention.base import BaseAttentionBackend
+from minisgl.attention.base import BaseAttentionBackend, PhasedAttention
 from minisgl.attention.torch_backend import TorchAttention
 from minisgl.errors import ConfigError
 from minisgl.kvcache.pool import KVPool
@@ -15,7 +15,7 @@ from minisgl.kvcache.pool import KVPool
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ATTENTION_BACKENDS", "BaseAttentionBackend", "TorchAttention", "make_attention_backend"]
+__all__ = ["ATTENTION_BACKENDS", "BaseAttentionBackend", "TorchAttention", "choose_attention_backends", "make_attention_backend"]
 
 
 def _triton(pool: KVPool, page_table: torch.Tensor) -> BaseAttentionBackend:
@@ -29,15 +29,55 @@ def _triton(pool: KVPool, page_table: torch.Tensor) -> BaseAttentionBackend:
     return TritonAttention(pool, page_table)
 
 
-ATTENTION_BACKENDS: dict[str, Callable[[KVPool, torch.Tensor], BaseAttentionBackend]] = {"torch": TorchAttention, "triton": _triton}
+def _flash(pool: KVPool, page_table: torch.Tensor) -> BaseAttentionBackend:
+    _refuse_for_library("fa", pool)
+    from minisgl.attention.flash_backend import FlashAttention, load_flash_attention
+
+    return FlashAttention(pool, page_table, load_flash_attention())
+
+
+def _flashinfer(pool: KVPool, page_table: torch.Tensor) -> BaseAttentionBackend:
+    _refuse_for_library("fi", pool)
+    from minisgl.attention.flashinfer_backend import FlashInferAttention, load_flashinfer
+
+    return FlashInferAttention(pool, page_table, load_flashinfer())
+
+
+def _refuse_for_library(name: str, pool: KVPool) -> None:
+    if pool.k.device.type != "cuda":
+        raise ConfigError(f"--attention-backend {name}: the device is {pool.k.device.type}; it needs cuda. On a CPU use torch")
+    if pool.k.element_size() != 2:
+        dtype = str(pool.k.dtype).removeprefix("torch.")
+        raise ConfigError(f"--attention-backend {name}: K/V is {dtype}; it takes bfloat16 and float16. Set --dtype, or use triton")
+
+
+ATTENTION_BACKENDS: dict[str, Callable[[KVPool, torch.Tensor], BaseAttentionBackend]] = {
+    "torch": TorchAttention,
+    "triton": _triton,
+    "fa": _flash,
+    "fi": _flashinfer,
+}
+
+
+def choose_attention_backends(name: str, device_type: str) -> tuple[str, str]:
+    """The backends of prefill and decode that `name` means: one name for both, or two with a comma between them. `auto` is triton on a CUDA
+    device, torch elsewhere.
+
+    Raises ConfigError for an unknown name, with the list.
+    """
+    parts = name.split(",")
+    if len(parts) > 2:
+        raise ConfigError(f"--attention-backend {name}: {len(parts)} names found; one for both phases is allowed, or two: PREFILL,DECODE")
+    for part in parts:
+        if part not in ("auto", *ATTENTION_BACKENDS):
+            raise ConfigError(f"--attention-backend {part}: known are auto, {', '.join(sorted(ATTENTION_BACKENDS))}")
+    fastest = "triton" if device_type == "cuda" else "torch"
+    prefill, decode = (fastest if part == "auto" else part for part in (parts[0], parts[-1]))
+    return prefill, decode
 
 
 def make_attention_backend(name: str, pool: KVPool, page_table: torch.Tensor) -> BaseAttentionBackend:
-    """The backend called `name`; `auto` is triton on a CUDA device, torch elsewhere.
-
-    Raises ConfigError for an unknown name, with the list, and for a backend that cannot run here.
-    """
-    chosen = ("triton" if pool.k.device.type == "cuda" else "torch") if name == "auto" else name
-    if chosen not in ATTENTION_BACKENDS:
-        raise ConfigError(f"--attention-backend {name}: known are auto, {', '.join(sorted(ATTENTION_BACKENDS))}")
-    return ATTENTION_BACKENDS[chosen](pool, page_table)
+    """What `name` means, see `choose_attention_backends`. Raises ConfigError for a backend that cannot run here, with the reason."""
+    prefill, decode = choose_attention_backends(name, pool.k.device.type)
+    decoding = ATTENTION_BACKENDS[decode](pool, page_table)
+    return decoding if prefill == decode else PhasedAttention(ATTENTION_BACKENDS[prefill](pool, page_table), decoding)

@@ -90,17 +90,19 @@ class TorchAttention(BaseAttentionBackend):
         unused = (torch.from_numpy(rows).to(device), torch.from_numpy(keys).to(device)) if len(rows) else None
         return _Group(torch.from_numpy(tokens.reshape(-1)).to(device), gather.reshape(-1), mask, unused, len(lengths), num_new)
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, metadata: _Metadata) -> torch.Tensor:
+    def store(self, k: torch.Tensor, v: torch.Tensor, layer: int, metadata: _Metadata) -> None:
         for rows, new in zip(self._slots[layer], (k, v), strict=True):
             rows.index_copy_(0, metadata.write_rows, new.reshape(-1, new.shape[-1]))
+
+    def attend(self, q: torch.Tensor, layer: int, metadata: _Metadata) -> torch.Tensor:
         if len(metadata.groups) == 1:
-            return self._attend(q, layer, metadata.groups[0])
+            return self._attend_group(q, layer, metadata.groups[0])
         out = torch.empty_like(q)
         for group in metadata.groups:
-            out[group.tokens] = self._attend(q[group.tokens], layer, group)
+            out[group.tokens] = self._attend_group(q[group.tokens], layer, group)
         return out
 
-    def _attend(self, q: torch.Tensor, layer: int, group: _Group) -> torch.Tensor:
+    def _attend_group(self, q: torch.Tensor, layer: int, group: _Group) -> torch.Tensor:
         """q [B * N, H, D] of the group's tokens in order -> the same shape."""
         num_rows, num_new, num_heads, head_dim = group.num_rows, group.num_new, q.shape[1], q.shape[2]
         num_kv_heads = self.pool.k.shape[2]

@@ -1,7 +1,7 @@
 """Attention by our Triton kernels: the default on a CUDA device. Tests run it on a CPU, in Triton's interpreter.
 
 A step in which every row computes one token goes to the decode kernel, any other to the prefill kernel. The engine's CUDA graphs use
-the decode kernel over buffers of fixed addresses: `make_decode_work` once, `decode_metadata` for the capture, then a copy per step.
+the decode kernel over buffers of fixed addresses: `decode_metadata` for the capture, then a copy of `plan_decode` per step.
 
 Letters: T new tokens, B rows, H query heads, K KV heads, D head dim, N work items or tiles.
 """
@@ -28,7 +28,6 @@ from minisgl.kernel.gpu.decode_attention import (
     tile_descriptor,
 )
 from minisgl.kernel.gpu.prefill_attention import PrefillRows, plan_prefill, prefill_attention, prefill_config, shared_bytes
-from minisgl.kernel.reference import store_kv
 from minisgl.kernel.staging import Uploader
 from minisgl.kvcache.pool import KVPool
 
@@ -53,7 +52,7 @@ class TritonMetadata:
 class TritonAttention(BaseAttentionBackend):
     """Paged attention without gathers."""
 
-    supports_graphs = True
+    takes_stored_kv = True
 
     def __init__(self, pool: KVPool, page_table: torch.Tensor) -> None:
         super().__init__(pool, page_table)
@@ -61,6 +60,10 @@ class TritonAttention(BaseAttentionBackend):
         self._prefill_config = prefill_config(pool.k.shape[-1], pool.k.dtype, shared_bytes(pool.k.device))
         self._partials: Partials | None = None
         self._tiles: dict[tuple[int, int], tuple[TensorDescriptor, TensorDescriptor]] = {}
+
+    @property
+    def graph_part(self) -> TritonAttention:
+        return self
 
     def prepare(self, batch: Batch) -> TritonMetadata:
         cached, extend = batch.cached_lens, batch.extend_lens
@@ -86,14 +89,6 @@ class TritonAttention(BaseAttentionBackend):
     def _decode_config(self, num_rows: int) -> DecodeConfig:
         return decode_config(self.pool.k.shape[-1], self.pool.k.dtype, num_rows, self.pool.page_size)
 
-    def make_decode_work(self, max_rows: int) -> DecodeWork:
-        """Zeroed buffers for graphs of up to `max_rows` rows. A plan with more items than `items` holds must run eagerly.
-
-        That happens only where rows share so many pages that together they see more tokens than the pool has.
-        """
-        shapes = ((max_rows,), (max_rows,), (max_rows,), (self.max_items(max_rows), 2), (1,))
-        return DecodeWork(*(torch.zeros(shape, dtype=torch.int32, device=self.pool.k.device) for shape in shapes))
-
     def decode_metadata(self, work: DecodeWork, write_slots: torch.Tensor) -> TritonMetadata:
         """What `forward` needs of steps whose plans, made for as many rows as `write_slots` has, are copied into `work` and `write_slots`.
 
@@ -101,17 +96,7 @@ class TritonAttention(BaseAttentionBackend):
         """
         return TritonMetadata(write_slots, work, None)
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: int, metadata: TritonMetadata) -> torch.Tensor:
-        self.store(k, v, layer, metadata)
-        return self.attend(q, layer, metadata)
-
-    def store(self, k: torch.Tensor, v: torch.Tensor, layer: int, metadata: TritonMetadata) -> None:
-        """Write k, v [T, K, D] of the new tokens into their slots."""
-        for pool, new in ((self.pool.k, k), (self.pool.v, v)):
-            store_kv(pool[layer], new, metadata.write_slots)
-
     def attend(self, q: torch.Tensor, layer: int, metadata: TritonMetadata) -> torch.Tensor:
-        """q [T, H, D], heads contiguous, of tokens whose K/V is stored -> [T, H, D]."""
         if metadata.prefill is not None:
             return prefill_attention(
                 q, self.pool.k[layer], self.pool.v[layer], self.page_table, *metadata.prefill, None, self._prefill_config

@@ -45,7 +45,7 @@ class EngineConfig:
     cuda_graph_max_bs: int = 256
     """Decode steps of at most so many rows are CUDA graphs; 0: none is. Without effect on a CPU."""
     attention_backend: str = "auto"
-    """Name in the registry of attention backends, which also checks it; "auto" is the best that runs here."""
+    """A name in the registry of attention backends, which also checks it, or two, "PREFILL,DECODE"; "auto" is the best that runs here."""
     use_dummy_weight: bool = False
     """Fill the weights from `seed` and read no weight file: for measuring, the text is noise."""
     seed: int = 0

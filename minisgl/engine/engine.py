@@ -19,13 +19,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from minisgl.attention import BaseAttentionBackend, make_attention_backend
+from minisgl.attention import BaseAttentionBackend, choose_attention_backends, make_attention_backend
 from minisgl.core import Batch, Context, Int32Array
 from minisgl.distributed import Communicator, DistributedInfo, make_communicator
 from minisgl.distributed.groups import Groups, join_groups
 from minisgl.engine.base import EngineLimits, StepLogprobs
 from minisgl.engine.config import DEFAULT_EXTEND_TOKENS, EngineConfig
-from minisgl.engine.logprobs import Logprobs, compute_logprobs
+from minisgl.engine.logprobs import Logprobs, PendingLogprobs, compute_logprobs, read_back
 from minisgl.engine.memory import available_bytes, graph_bytes, graph_sizes, plan_memory
 from minisgl.engine.peak import measure_step
 from minisgl.engine.sampler import Sampler
@@ -61,19 +61,15 @@ class _Step:
 
     tokens: Pending
     """[S]"""
-    sampled: Logprobs | None
-    """of the rows that want them"""
     num_top: list[int]
     """[S] likeliest tokens wanted; -1: the row wants no log probabilities"""
-    prompt: list[tuple[Logprobs, list[int]]]
-    """pieces of the prompt targets, with the likeliest tokens wanted of each"""
+    logprobs: PendingLogprobs | None
+    """of the rows that want them, then of the prompt targets"""
 
     def read_logprobs(self) -> StepLogprobs:
-        wanted = [count for count in self.num_top if count >= 0]
         with _device_failures():
-            sampled = iter(self.sampled.read(wanted) if self.sampled is not None else ())
-            prompt = [entry for piece, counts in self.prompt for entry in piece.read(counts)]
-        return StepLogprobs(tuple(next(sampled) if count >= 0 else None for count in self.num_top), tuple(prompt))
+            entries = iter(self.logprobs.read() if self.logprobs is not None else ())
+        return StepLogprobs(tuple(next(entries) if count >= 0 else None for count in self.num_top), tuple(entries))
 
     def read(self) -> Int32Array:
         with _device_failures():
@@ -115,19 +111,19 @@ class Engine:
         self._sampler = Sampler(limits.max_running_req, min(limits.num_known_ids, limits.vocab_size), self._device)
         self._last_tokens = torch.zeros(limits.max_running_req + 1, dtype=torch.int64, device=self._device)
         """[slots] the token that each slot sampled last, and one for padding"""
-        self._upload, self._readback = Uploader(self._device), Readback(self._device)
+        self._upload = Uploader(self._device)
+        self._readback, self._logprobs_readback = Readback(self._device), Readback(self._device)
         self._graphs: DecodeGraphs | None = None
         if max_graph_rows:
-            from minisgl.attention.triton_backend import TritonAttention
             from minisgl.engine.graphs import DecodeGraphs
 
-            assert isinstance(attention, TritonAttention)
-            self._graphs = DecodeGraphs(model, attention, comm, self._sampler, self._last_tokens, max_graph_rows)
+            assert attention.graph_part is not None
+            self._graphs = DecodeGraphs(model, attention.graph_part, comm, self._sampler, self._last_tokens, max_graph_rows)
 
     @property
     def can_be_captured(self) -> bool:
         """Whether the attention takes part in CUDA graphs."""
-        return self._attention.supports_graphs
+        return self._attention.graph_part is not None
 
     def close(self) -> None:
         """Leave the ranks' groups. The memory goes with the object; but NCCL would wait for the end of graphs that hold its calls."""
@@ -163,25 +159,28 @@ class Engine:
             tokens = self._sampler.sample(logits, slots, positions)
             self._remember(slots, tokens)
         num_top = self._sampler.num_top(slots)
-        sampled = self._sampled_logprobs(logits, tokens, num_top)
-        prompt = [] if hidden is None else self._prompt_logprobs(hidden[len(rows) :], batch.prompt_targets)
-        return _Step(self._readback.start(tokens), sampled, num_top, prompt)
+        pieces = self._sampled_logprobs(logits, tokens, num_top)
+        if hidden is not None:
+            pieces += self._prompt_logprobs(hidden[len(rows) :], batch.prompt_targets)
+        return _Step(self._readback.start(tokens), num_top, read_back(pieces, self._logprobs_readback))
 
     def _remember(self, slots: Int32Array, tokens: torch.Tensor) -> None:
         self._last_tokens[self._to_device(slots)] = tokens.clamp(min=0)
 
-    def _sampled_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, num_top: list[int]) -> Logprobs | None:
-        rows = [row for row, count in enumerate(num_top) if count >= 0]
-        return compute_logprobs(logits[rows], tokens[rows].clamp(min=0), max(num_top)) if rows else None
+    def _sampled_logprobs(self, logits: torch.Tensor, tokens: torch.Tensor, num_top: list[int]) -> list[Logprobs]:
+        wanted = [count for count in num_top if count >= 0]
+        if not wanted:
+            return []
+        rows = self._to_device(np.flatnonzero(np.array(num_top) >= 0).astype(np.int32))
+        return [compute_logprobs(logits[rows], tokens[rows].clamp(min=0), wanted)]
 
-    def _prompt_logprobs(self, hidden: torch.Tensor, targets: Int32Array) -> list[tuple[Logprobs, list[int]]]:
+    def _prompt_logprobs(self, hidden: torch.Tensor, targets: Int32Array) -> list[Logprobs]:
         """Piece by piece, so that the logits of a long prompt never exist together."""
         pieces = []
         for start in range(0, len(targets), PROMPT_LOGITS):
             piece = targets[start : start + PROMPT_LOGITS]
             logits = self.model.lm_head.forward(hidden[start : start + PROMPT_LOGITS], self._reduce_only)
-            counts = piece[:, 2].tolist()
-            pieces.append((compute_logprobs(logits, self._to_device(piece[:, 1]), max(counts)), counts))
+            pieces.append(compute_logprobs(logits, self._to_device(piece[:, 1]), piece[:, 2].tolist()))
         return pieces
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -232,6 +231,9 @@ def make_engine(
     max_seq_len = choose_max_seq_len(config, model_config)
     dtype = choose_dtype(config, model_config, device)
     available = available_bytes(device)
+    _make_attention(config, model_config, 1, page_size, max_seq_len, dtype, device)  # one that cannot run is refused before loading
+    prefill, decode = choose_attention_backends(config.attention_backend, device.type)
+    log(f"attention: {prefill}" if prefill == decode else f"attention: {prefill} for prefill, {decode} for decode")
     model = _load_model(config, model_config, model_dir, Spec(dtype, device, config.tp_info))
     num_bytes = model.num_bytes(can_pack(dtype, device))
     model.pack()

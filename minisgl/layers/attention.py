@@ -69,7 +69,7 @@ class SelfAttention(BaseOP):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(the layer of norm(x + residual), x + residual); all [T, hidden]. cos and sin are [T, D/2]."""
         qkv, residual = self._qkv.forward_normed(x, residual, norm)
-        if self._rope_and_store is not None and context.attention.supports_graphs:
+        if self._rope_and_store is not None and context.attention.takes_stored_kv:
             norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps) if self._has_qk_norm else None
             k_pool, v_pool = context.attention.pool.k[self._layer], context.attention.pool.v[self._layer]
             q = self._rope_and_store(qkv, *cos_sin, norms, k_pool, v_pool, context.metadata.write_slots)

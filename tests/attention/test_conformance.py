@@ -6,15 +6,20 @@ import math
 import random
 import subprocess
 import sys
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-from minisgl.attention import ATTENTION_BACKENDS, make_attention_backend
+from minisgl.attention import ATTENTION_BACKENDS, choose_attention_backends, make_attention_backend
+from minisgl.attention.base import PhasedAttention
+from minisgl.attention.flash_backend import FlashAttention, load_flash_attention
+from minisgl.attention.flashinfer_backend import FlashInferAttention, load_flashinfer
 from minisgl.errors import ConfigError
 from minisgl.kernel import reference
 from minisgl.kvcache.pool import make_kv_pool
+from tests.attention.fake_libraries import MODULES
 from tests.tools.plan import Planner
 
 NUM_LAYERS, LAYER = 2, 1
@@ -31,10 +36,28 @@ STEPS = {
 """Each step: uid -> new tokens."""
 
 
+BACKENDS = ["torch", "triton", *MODULES]
+"""What the tests run over; see `make_backend`."""
+PAIRS = ["fi,fa 4", "fa 3,torch"]
+
+
+def make_backend(name, pool, table):
+    """A registered backend; one of the libraries with a stand-in in its place; or one for each phase."""
+    prefill, _, decode = name.partition(",")
+    if decode:
+        return PhasedAttention(make_backend(prefill, pool, table), make_backend(decode, pool, table))
+    if name not in MODULES:
+        return make_attention_backend(name, pool, table)
+    with mock.patch.dict(sys.modules, MODULES[name]):
+        if name == "fi":
+            return FlashInferAttention(pool, table, load_flashinfer())
+        return FlashAttention(pool, table, load_flash_attention())
+
+
 class Bench:
     """A backend with a poisoned pool, and the K and V of all tokens so far in fp64."""
 
-    def __init__(self, name, page_size, heads, head_dim, dtype, device):
+    def __init__(self, name, page_size, heads, head_dim, dtype, device, make=make_backend):
         self.num_heads, self.num_kv_heads = heads
         self.head_dim, self.dtype = head_dim, dtype
         self.random = torch.Generator().manual_seed(page_size + head_dim)
@@ -44,7 +67,7 @@ class Bench:
             tensor.copy_(torch.randn(tensor.shape, generator=self.random) * GARBAGE)
         self.planner = Planner(num_pages, page_size, 8)
         table = torch.full((8, -(-260 // page_size)), self.pool.dummy_page, dtype=torch.int32, device=device)
-        self.backend = make_attention_backend(name, self.pool, table)
+        self.backend = make(name, self.pool, table)
         self.k, self.v = {}, {}
 
     def step(self, extend):
@@ -93,8 +116,8 @@ GPU = torch.device("cuda") if torch.cuda.is_available() else None
 
 
 def device_of(name):
-    """Triton's kernels run in the interpreter where there is no GPU."""
-    return GPU if GPU and name != "torch" else CPU
+    """Triton's kernels run in the interpreter where there is no GPU; the stand-ins run on the CPU."""
+    return GPU if GPU and name == "triton" else CPU
 
 
 def skip_if_interpreted(name):
@@ -113,7 +136,7 @@ def check(bench, steps, tolerance):
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("steps", STEPS)
-@pytest.mark.parametrize("name", ATTENTION_BACKENDS)
+@pytest.mark.parametrize("name", BACKENDS + PAIRS)
 def test_plans_of_every_kind(name, steps, page_size):
     if page_size != 16 and steps != "chunks":
         skip_if_interpreted(name)
@@ -123,7 +146,7 @@ def test_plans_of_every_kind(name, steps, page_size):
 
 @pytest.mark.parametrize("heads", [(4, 4), (8, 4), (6, 2), (8, 1)], ids=lambda heads: f"{heads[0]} over {heads[1]}")
 @pytest.mark.parametrize("head_dim", [2, 64, 80, 128])
-@pytest.mark.parametrize("name", ATTENTION_BACKENDS)
+@pytest.mark.parametrize("name", BACKENDS)
 def test_head_counts_and_sizes(name, head_dim, heads):
     if (head_dim, heads) not in ((2, (4, 4)), (80, (6, 2))):
         skip_if_interpreted(name)
@@ -131,19 +154,19 @@ def test_head_counts_and_sizes(name, head_dim, heads):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ATTENTION_BACKENDS)
+@pytest.mark.parametrize("name", BACKENDS)
 def test_half_types(name, dtype):
     check(Bench(name, 16, (8, 2), 64, dtype, device_of(name)), STEPS["chunks and decodes"], 2e-2 if dtype == torch.bfloat16 else 3e-3)
 
 
 @pytest.mark.parametrize("head_dim", [80, 96, 100, 120])
-@pytest.mark.parametrize("name", ATTENTION_BACKENDS)
+@pytest.mark.parametrize("name", BACKENDS)
 def test_half_types_with_head_dims_that_are_no_power_of_two(name, head_dim):
     bench = Bench(name, 64, (2, 1), head_dim, torch.bfloat16, device_of(name))
     check(bench, [{0: 70, 1: 3}, {0: 1, 1: 1}], 2e-2)
 
 
-@pytest.mark.parametrize("name", ATTENTION_BACKENDS)
+@pytest.mark.parametrize("name", BACKENDS)
 def test_random_walks(name):
     """Rows come, grow by any number of tokens and go; others get their pages with what they hold."""
     order, bench = random.Random(7), Bench(name, 16, (4, 2), 16, torch.float32, device_of(name))
@@ -156,7 +179,7 @@ def test_random_walks(name):
         check(bench, [{uid: order.choice([1, 1, 1, 2, 5, 17]) for uid in uids}], 2e-6)
 
 
-@pytest.mark.parametrize("name", ATTENTION_BACKENDS)
+@pytest.mark.parametrize("name", BACKENDS)
 def test_only_the_planned_slots_of_the_layer_are_written(name):
     bench = Bench(name, 16, (4, 2), 32, torch.float32, device_of(name))
     before = bench.pool.k.clone(), bench.pool.v.clone()
@@ -169,7 +192,7 @@ def test_only_the_planned_slots_of_the_layer_are_written(name):
         assert set(is_changed.nonzero()[:, 0].tolist()) == set(pages)
 
 
-@pytest.mark.parametrize("name", ATTENTION_BACKENDS)
+@pytest.mark.parametrize("name", BACKENDS)
 def test_the_backend_does_not_write_into_its_inputs(name):
     bench = Bench(name, 16, (4, 2), 32, torch.float32, device_of(name))
     bench.planner.add(0, [0] * 9)
@@ -182,14 +205,12 @@ def test_the_backend_does_not_write_into_its_inputs(name):
     assert all(torch.equal(tensor, copy) for tensor, copy in zip(inputs, copies, strict=True))
 
 
-@pytest.mark.parametrize("name", ATTENTION_BACKENDS)
-def test_steps_over_fixed_buffers_equal_prepared_ones(name):
+def test_steps_over_fixed_buffers_equal_prepared_ones():
     """What a CUDA graph does: buffers made once, a plan copied into them, padding rows behind the step's own."""
-    bench = Bench(name, 16, (4, 2), 32, torch.float32, device_of(name))
-    if not bench.backend.supports_graphs:
-        pytest.skip("this backend has no fixed buffers")
+    bench = Bench("triton", 16, (4, 2), 32, torch.float32, device_of("triton"))
+    graph_part = bench.backend.graph_part
     bench.step({0: 255, 1: 3})
-    work = bench.backend.make_decode_work(4)
+    work = empty_work(graph_part.max_items(4), 4, bench.pool.k.device)
     for _ in range(2):
         for uid in (0, 1):
             bench.planner.rows[uid].tokens.append(0)
@@ -197,17 +218,134 @@ def test_steps_over_fixed_buffers_equal_prepared_ones(name):
         rows, columns, pages = torch.from_numpy(batch.table_updates).long().reshape(-1, 3).unbind(1)
         bench.backend.page_table[rows, columns] = pages.int().to(bench.backend.page_table.device)
         lengths = np.concatenate((batch.positions + 1, np.zeros(2, dtype=np.int32)))
-        first_partial, items = bench.backend.plan_decode(lengths, len(lengths))
+        first_partial, items = graph_part.plan_decode(lengths, len(lengths))
         work.slots[:2].copy_(torch.from_numpy(batch.slots))
         for target, values in ((work.lengths, lengths), (work.first_partial, first_partial), (work.items[: len(items)], items)):
             target.copy_(torch.from_numpy(values))
         work.num_items.fill_(len(items))
-        q, k, v = (torch.randn(2, heads, 32, generator=bench.random).to(device_of(name)) for heads in bench.heads)
+        q, k, v = (torch.randn(2, heads, 32, generator=bench.random).to(bench.pool.k.device) for heads in bench.heads)
         expected = bench.backend.forward(q, k, v, LAYER, bench.backend.prepare(batch))
-        slots = torch.tensor([*batch.write_slots.tolist(), *[bench.pool.dummy_page * 16] * 2], device=device_of(name))
-        metadata = bench.backend.decode_metadata(work, slots)
+        slots = torch.tensor([*batch.write_slots.tolist(), *[bench.pool.dummy_page * 16] * 2], device=bench.pool.k.device)
+        metadata = graph_part.decode_metadata(work, slots)
         padded = [torch.cat((tensor, torch.zeros_like(tensor))) for tensor in (q, k, v)]
-        assert torch.equal(bench.backend.forward(*padded, LAYER, metadata)[:2], expected)
+        assert torch.equal(graph_part.forward(*padded, LAYER, metadata)[:2], expected)
+
+
+def empty_work(num_items, num_rows, device):
+    from minisgl.kernel.gpu.decode_attention import DecodeWork
+
+    shapes = ((num_rows,), (num_rows,), (num_rows,), (num_items, 2), (1,))
+    return DecodeWork(*(torch.zeros(shape, dtype=torch.int32, device=device) for shape in shapes))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_kv_that_another_kernel_has_stored_is_attended(name):
+    bench = Bench(name, 16, (2, 1), 16, torch.float32, device_of(name))
+    if not bench.backend.takes_stored_kv:
+        pytest.skip("this backend stores by rows of its own")
+    bench.planner.add(0, [0] * 5)
+    batch = bench.planner.plan({0: 5})
+    rows, columns, pages = torch.from_numpy(batch.table_updates).long().unbind(1)
+    bench.backend.page_table[rows, columns] = pages.int().to(bench.backend.page_table.device)
+    q, k, v = (torch.randn(5, heads, 16, generator=bench.random).to(device_of(name)) for heads in bench.heads)
+    metadata = bench.backend.prepare(batch)
+    assert metadata.write_slots.tolist() == batch.write_slots.tolist()
+    expected = bench.backend.forward(q, k, v, LAYER, metadata)
+    assert torch.equal(bench.backend.attend(q, LAYER, metadata), expected)
+
+
+def test_every_registered_backend_is_tested():
+    assert {part.split()[0] for name in BACKENDS for part in name.split(",")} == set(ATTENTION_BACKENDS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", ["fa", "fi"])
+def test_the_libraries_themselves(name, head_dim, page_size):
+    """As installed; in bfloat16, which is what they take."""
+    pool = make_kv_pool(1, 1, 1, page_size, head_dim, torch.bfloat16, torch.device("cuda"))
+    try:
+        make_attention_backend(name, pool, torch.zeros(1, 1, dtype=torch.int32, device="cuda"))
+    except ConfigError as error:
+        pytest.skip(str(error))
+    bench = Bench(name, page_size, (8, 2), head_dim, torch.bfloat16, torch.device("cuda"), make_attention_backend)
+    check(bench, STEPS["chunks and decodes"] + [{0: 1, 1: 1, 2: 1}], 2e-2)
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "chosen"),
+    [
+        ("auto", "cpu", ("torch", "torch")),
+        ("auto", "cuda", ("triton", "triton")),
+        ("fa", "cuda", ("fa", "fa")),
+        ("fa,triton", "cuda", ("fa", "triton")),
+        ("auto,fi", "cuda", ("triton", "fi")),
+    ],
+)
+def test_one_name_is_for_both_phases_and_two_are_prefill_and_decode(name, device, chosen):
+    assert choose_attention_backends(name, device) == chosen
+
+
+def test_a_pair_computes_each_phase_by_its_own_backend():
+    bench = Bench("fi,fa 4", 16, (2, 1), 16, torch.float32, CPU)
+    for extend, kind in (({0: 5, 1: 3}, FlashInferAttention), ({0: 1, 1: 1}, FlashAttention), ({0: 2, 1: 1}, FlashInferAttention)):
+        for uid, count in extend.items():
+            bench.planner.rows.get(uid) or bench.planner.add(uid, [])
+            bench.planner.rows[uid].tokens += [0] * count
+        assert isinstance(bench.backend.prepare(bench.planner.plan(extend)).backend, kind)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fastest,torch", "--attention-backend fastest: known are auto, fa, fi, torch, triton"),
+        ("torch,", "--attention-backend : known are auto"),
+        ("torch,torch,torch", "3 names found; one for both phases is allowed, or two: PREFILL,DECODE"),
+    ],
+)
+def test_a_pair_with_something_else_in_it_is_refused(name, message):
+    with pytest.raises(ConfigError, match=message):
+        choose_attention_backends(name, "cpu")
+
+
+class OnCuda:
+    """A pool's tensor as far as a refusal looks at it."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, dtype):
+        self.dtype = dtype
+
+    def element_size(self):
+        return self.dtype.itemsize
+
+
+def pool_on_cuda(dtype):
+    return mock.Mock(k=OnCuda(dtype))
+
+
+@pytest.mark.parametrize("name", ["fa", "fi"])
+def test_a_library_is_refused_where_it_cannot_run(name):
+    pool = make_kv_pool(1, 2, 1, 16, 8, torch.float32, CPU)
+    with pytest.raises(ConfigError, match=f"--attention-backend {name}: the device is cpu; it needs cuda"):
+        make_attention_backend(name, pool, torch.zeros(1, 1, dtype=torch.int32))
+    with pytest.raises(ConfigError, match=f"--attention-backend {name}: K/V is float32; it takes bfloat16 and float16. Set --dtype"):
+        make_attention_backend(name, pool_on_cuda(torch.float32), None)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fa", r"no FlashAttention can be imported: flash_attn_interface \(.*sgl_kernel.flash_attn \(.*flash_attn.cute \(.*pip install"),
+        ("fi", "pip install flashinfer-python"),
+    ],
+)
+def test_a_library_that_is_not_installed_is_named_with_the_command_that_installs_it(name, message, monkeypatch):
+    for module in ("flash_attn_interface", "sgl_kernel", "sgl_kernel.flash_attn", "flash_attn", "flash_attn.cute", "flashinfer"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=message):
+        make_attention_backend(name, pool_on_cuda(torch.bfloat16), None)
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones():

@@ -7,13 +7,18 @@ import math
 import pytest
 import torch
 
-from minisgl.engine.logprobs import compute_logprobs
+from minisgl.engine.logprobs import compute_logprobs, read_back
+from minisgl.kernel.staging import Readback
+
+
+def read(logits, tokens, num_top):
+    return read_back([compute_logprobs(logits, tokens, num_top)], Readback(torch.device("cpu"))).read()
 
 
 def test_values_are_those_of_a_plain_softmax():
     logits = torch.randn((5, 40), generator=torch.Generator().manual_seed(1)) * 5
     tokens = torch.tensor([0, 39, 7, 7, 20])
-    for row, entry in enumerate(compute_logprobs(logits, tokens, 6).read([6] * 5)):
+    for row, entry in enumerate(read(logits, tokens, [6] * 5)):
         total = math.log(sum(math.exp(value) for value in logits[row].tolist()))
         plain = [value - total for value in logits[row].tolist()]
         order = sorted(range(40), key=lambda token, plain=plain: -plain[token])[:6]
@@ -24,20 +29,20 @@ def test_values_are_those_of_a_plain_softmax():
 
 
 def test_each_row_gets_as_many_of_the_likeliest_as_it_asked_for():
-    entries = compute_logprobs(torch.randn((3, 30)), torch.zeros(3, dtype=torch.int64), 5).read([0, 2, 5])
+    entries = read(torch.randn((3, 30)), torch.zeros(3, dtype=torch.int64), [0, 2, 5])
     assert [len(entry.top_ids) for entry in entries] == [0, 2, 5]
     assert [len(entry.top_logprobs) for entry in entries] == [0, 2, 5]
 
 
 def test_none_of_the_likeliest_may_be_asked_for_and_more_than_there_are():
     logits = torch.randn((1, 4))
-    assert compute_logprobs(logits, torch.tensor([2]), 0).read([0])[0].top_ids == ()
-    assert sorted(compute_logprobs(logits, torch.tensor([2]), 20).read([20])[0].top_ids) == [0, 1, 2, 3]
+    assert read(logits, torch.tensor([2]), [0])[0].top_ids == ()
+    assert sorted(read(logits, torch.tensor([2]), [20])[0].top_ids) == [0, 1, 2, 3]
 
 
 def test_what_is_not_finite_is_none():
     logits = torch.tensor([[0.0, float("-inf"), 1.0], [float("nan"), 0.0, 0.0], [float("inf"), 0.0, 0.0]])
-    entries = compute_logprobs(logits, torch.tensor([1, 1, 1]), 3).read([3, 3, 3])
+    entries = read(logits, torch.tensor([1, 1, 1]), [3, 3, 3])
     assert [entry.logprob for entry in entries] == [None, None, None]
     values = [value for entry in entries for value in (entry.logprob, *entry.top_logprobs)]
     assert all(value is None or math.isfinite(value) for value in values)
@@ -49,5 +54,18 @@ def test_what_is_not_finite_is_none():
 def test_half_precision_logits_are_normalised_in_fp32(dtype):
     logits = (torch.randn((4, 5000), generator=torch.Generator().manual_seed(2)) * 4).to(dtype)
     tokens = torch.tensor([1, 2, 3, 4])
-    ours = [entry.logprob for entry in compute_logprobs(logits, tokens, 0).read([0] * 4)]
+    ours = [entry.logprob for entry in read(logits, tokens, [0] * 4)]
     assert ours == pytest.approx(logits.double().log_softmax(-1)[torch.arange(4), tokens].tolist(), abs=1e-5)
+
+
+def test_pieces_of_unlike_widths_come_back_together_and_in_order():
+    logits = torch.randn((5, 30))
+    tokens = torch.arange(5)
+    pieces = [(logits[:2], tokens[:2], [3, 1]), (logits[2:], tokens[2:], [0, 0, 0])]
+    entries = read_back([compute_logprobs(*piece) for piece in pieces], Readback(torch.device("cpu"))).read()
+    assert entries == [entry for piece in pieces for entry in read(*piece)]
+    assert [entry.token_id for entry in entries] == [0, 1, 2, 3, 4]
+
+
+def test_nothing_is_read_where_nothing_is_wanted():
+    assert read_back([], Readback(torch.device("cpu"))) is None

@@ -18,6 +18,7 @@ import torch
 
 from minisgl.core import SamplingParams
 from minisgl.engine.memory import graph_size
+from minisgl.errors import ConfigError
 from minisgl.llm import LLM
 from tests.distributed.test_communicator import write_model
 from tests.engine.parity import Expected, run, tiny_engine
@@ -114,13 +115,29 @@ def test_logits_in_bf16_are_as_near_as_the_cpu_s(tiny_models, tiny_yardstick, na
     [(80, "bfloat16"), (96, "bfloat16"), (96, "float16"), (100, "bfloat16"), (120, "float16"), (256, "bfloat16"), (256, "float16")],
 )
 def test_head_dims_that_no_tiny_model_has(tmp_path, head_dim, dtype, page_size):
-    write_model(tmp_path / "model", SIZES | {"head_dim": head_dim}, seed=head_dim)
+    wanted = measure_random(tmp_path / "model", head_dim, dtype)
+    check(tiny_engine(tmp_path / "model", device=DEVICE, dtype=dtype, page_size=page_size, max_running_req=len(LENGTHS)), wanted)
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("backend", ["fa", "fi", "fa,triton", "fi,fa"])
+def test_attention_libraries(tmp_path, backend, page_size):
+    wanted = measure_random(tmp_path / "model", 128, "bfloat16")
+    settings = {"device": DEVICE, "dtype": "bfloat16", "page_size": page_size, "max_running_req": len(LENGTHS)}
+    try:
+        engine = tiny_engine(tmp_path / "model", attention_backend=backend, **settings)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    check(engine, wanted)
+
+
+def measure_random(path: Any, head_dim: int, dtype: str) -> Yardstick:
+    write_model(path, SIZES | {"head_dim": head_dim}, seed=head_dim)
     order = random.Random(head_dim)
     prompts, forced = (
         [order.choices(range(SIZES["vocab_size"]), k=n) for n in lengths] for lengths in (LENGTHS, [NUM_STEPS] * len(LENGTHS))
     )
-    wanted = measure(tmp_path / "model", dtype, prompts, forced)
-    check(tiny_engine(tmp_path / "model", device=DEVICE, dtype=dtype, page_size=page_size, max_running_req=len(LENGTHS)), wanted)
+    return measure(path, dtype, prompts, forced)
 
 
 @pytest.mark.parametrize("num_rows", ROW_COUNTS)

@@ -210,3 +210,29 @@ def test_sampling_never_waits_for_the_device():
         torch.cuda.set_sync_debug_mode("default")
     assert rounds[0] == rounds[1]
     assert min(rounds[0]) >= 0
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_log_probabilities_never_wait_for_the_device_before_they_are_read():
+    from minisgl.engine.logprobs import compute_logprobs, read_back
+    from minisgl.kernel.staging import Readback
+
+    device = torch.device("cuda")
+    logits, tokens = torch.randn(6, 1000, device=device), torch.arange(6, device=device)
+    readback, entries = Readback(device), []
+    try:
+        for mode in ("default", "error"):
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode(mode)
+            pieces = [compute_logprobs(logits[:4], tokens[:4], [0, 5, 20, 1]), compute_logprobs(logits[4:], tokens[4:], [2, 0])]
+            pending = read_back(pieces, readback)
+            torch.cuda.set_sync_debug_mode("default")
+            entries.append(pending.read())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert entries[0] == entries[1]
+    exact = logits.double().log_softmax(-1).cpu()
+    assert [entry.logprob for entry in entries[0]] == pytest.approx([float(exact[row, row]) for row in range(6)], abs=1e-5)
+    assert [list(entry.top_ids) for entry in entries[0]] == [
+        exact[row].topk(count).indices.tolist() for row, count in enumerate([0, 5, 20, 1, 2, 0])
+    ]
