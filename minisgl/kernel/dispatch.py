@@ -36,6 +36,7 @@ class Kernels:
     rms_norm: Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
     add_rms_norm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], Tensors]
     silu_mul: Callable[[torch.Tensor], torch.Tensor]
+    vocab_embedding: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
     rope_and_store: Callable[..., torch.Tensor] | None = None
     """norms of q and k, rotation and the writing of K and V in one; None where each is an operation of its own"""
     few_rows: FewRows | None = None
@@ -45,11 +46,12 @@ class Kernels:
 def kernels_for(device: torch.device) -> Kernels:
     """The fastest that run on `device`."""
     if device.type == "cuda":
-        from minisgl.kernel.gpu import activation, linear, norm, rope
+        from minisgl.kernel.gpu import activation, embedding, linear, norm, rope
 
         few_rows = FewRows(linear.is_faster, linear.linear, linear.norm_linear)
-        return Kernels(norm.rms_norm, norm.add_rms_norm, activation.silu_mul, rope.rope_and_store, few_rows)
-    return Kernels(_rms_norm, _add_rms_norm, _silu_mul)
+        small = (norm.rms_norm, norm.add_rms_norm, activation.silu_mul, embedding.vocab_embedding)
+        return Kernels(*small, rope.rope_and_store, few_rows)
+    return Kernels(_rms_norm, _add_rms_norm, reference.silu_mul, reference.vocab_embedding)
 
 
 def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -62,7 +64,3 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
 def _add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> Tensors:
     total = residual + x
     return _rms_norm(total, weight, eps), total
-
-
-def _silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    return reference.silu_mul(gate_up)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from minisgl.core import Context
-from minisgl.kernel import reference
+from minisgl.kernel.dispatch import kernels_for
 from minisgl.kernel.packed import can_pack, pack, packed_linear
 from minisgl.layers.base import BaseOP, Spec
 from minisgl.layers.linear import linear
@@ -30,12 +30,13 @@ class VocabEmbedding(BaseOP):
         self.weight = spec.empty(end - first, hidden_size)
         self._first = first
         self._is_cut = spec.tp.size > 1
+        self._vocab_embedding = kernels_for(spec.device).vocab_embedding
 
     def forward(self, ids: torch.Tensor, context: Context) -> torch.Tensor:
         """int64 [T] -> [T, hidden]"""
         if not self._is_cut:
             return torch.nn.functional.embedding(ids, self.weight)
-        rows: torch.Tensor = context.comm.all_reduce(reference.vocab_embedding(ids, self.weight, self._first))
+        rows: torch.Tensor = context.comm.all_reduce(self._vocab_embedding(ids, self.weight, self._first))
         return rows
 
 
