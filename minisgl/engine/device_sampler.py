@@ -118,7 +118,7 @@ class DeviceSampler:
             )
             self._said = Said(tokens, ids, biases.view(torch.float32))
         states = [self._state(setup) for setup in setups]
-        named = [state.nonzero()[0].astype(np.int32) for state in states]
+        named = [np.flatnonzero(state != 0).astype(np.int32) for state in states]  # of bool: a quarter of the time
         slots = np.array([setup.slot for setup in setups], dtype=np.int32)
         owners = slots.repeat([len(tokens) for tokens in named])
         values = np.concatenate([state[tokens] for state, tokens in zip(states, named, strict=True)])
