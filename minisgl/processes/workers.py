@@ -7,6 +7,7 @@ Called by `children`.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -18,6 +19,11 @@ from minisgl.processes.child import Order, Report, ReportKind
 from minisgl.processes.setup import ChildSetup
 
 __all__ = ["Worker", "describe_exit"]
+
+logger = logging.getLogger(__name__)
+
+KILLED_S = 5
+"""A killed process is gone in less."""
 
 
 class Worker:
@@ -99,7 +105,8 @@ class Worker:
         """End it by force, if it still runs."""
         if self._process.poll() is None:
             self._process.kill()
-            self._process.wait()
+            if self.wait(KILLED_S) is None:  # a failed device can hold it in the system; nobody waits for that
+                logger.error("the %s process (pid %d) was killed and is still there after %d s", self.name, self.pid, KILLED_S)
 
     def kill(self) -> None:
         """End it by force, if it still runs, and forget it."""
