@@ -38,7 +38,7 @@ from minisgl.layers.base import Spec
 from minisgl.models.config import ModelConfig, load_model_config
 from minisgl.models.decoder import CausalLM
 from minisgl.models.resolve import resolve_model
-from minisgl.models.weights import fill_dummy, load_weights
+from minisgl.models.weights import digest_whole, fill_dummy, load_weights
 from minisgl.moe import default_moe_backend
 from minisgl.tokenizer.loader import load_ids
 from minisgl.utils import make_private_directory
@@ -236,10 +236,12 @@ def make_engine(
     log(f"attention: {prefill}" if prefill == decode else f"attention: {prefill} for prefill, {decode} for decode")
     model = _load_model(config, model_config, model_dir, Spec(dtype, device, config.tp_info))
     num_bytes = model.num_bytes(can_pack(dtype, device))
+    digests = digest_whole(model) if config.tp_info.size > 1 else {}
     model.pack()
     if device.type == "cuda":
         model.model.tabulate(max_seq_len, dtype)
     groups = _join(config, rendezvous, device)
+    _check_weights(digests, groups)
     comm = make_communicator(config.tp_info, groups.device)
     end_ids, num_known_ids = load_ids(model_dir) if ids is None else ids
 
@@ -283,6 +285,22 @@ def _join(config: EngineConfig, rendezvous: Path | None, device: torch.device) -
         raise ConfigError(f"{config.tp_info.size} ranks need a rendezvous file, none was given")
     make_private_directory(rendezvous.parent)
     return join_groups(config.tp_info, rendezvous, device)
+
+
+def _check_weights(digests: dict[str, int], groups: Groups) -> None:
+    """Raise WorkerError if a rank holds other values than rank 0 of a parameter that all of them hold: their hidden states would part, and
+    no ledger shows it, since all ranks sample from gathered logits."""
+    if groups.cpu is None:
+        return
+    own = torch.tensor(list(digests.values()))
+    gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(groups.cpu))]
+    dist.all_gather(gathered, own, group=groups.cpu)
+    for rank, other in enumerate(gathered):
+        for place in (other != gathered[0]).nonzero()[:1, 0].tolist():
+            name = list(digests)[place]
+            raise WorkerError(
+                f"rank {rank} has loaded other values of {name} than rank 0; check the model's files and the memory, start again"
+            )
 
 
 def _minimum(count: int, groups: Groups) -> int:

@@ -6,6 +6,7 @@ safetensors and parameter names; no requests, no scheduler. Called by the engine
 
 from __future__ import annotations
 
+import hashlib
 import json
 import zlib
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from minisgl.layers.base import BaseOP, check_names, check_shape
 from minisgl.layers.embedding import vocab_block
 from minisgl.models.config import ModelConfig
 
-__all__ = ["fill_dummy", "load_weights", "shard_range"]
+__all__ = ["digest_whole", "fill_dummy", "load_weights", "shard_range"]
 
 DUMMY_STD = 0.02
 IGNORED = (".rotary_emb.inv_freq",)
@@ -93,6 +94,17 @@ def shard_range(name: str, shape: list[int], num_kv_heads: int, tp: DistributedI
         raise ModelFormatError(f"{name}: dimension {dim} of {shape} cannot be split evenly over {tp.size} ranks")
     size = shape[dim] // tp.size
     return dim, tp.rank * size, (tp.rank + 1) * size
+
+
+def digest_whole(model: BaseOP) -> dict[str, int]:
+    """A 64-bit digest of each parameter that no rank cuts, by name: the same on all ranks that have read the same files."""
+    one = DistributedInfo(0, 1)
+    whole = {name: t for name, t in model.state_dict().items() if shard_range(name, list(t.shape), one.size, one)[0] is None}
+    blocks = {name: tensor.contiguous().view(-1).view(torch.uint8).cpu().numpy() for name, tensor in whole.items()}
+    return {
+        name: int.from_bytes(hashlib.blake2b(block.tobytes(), digest_size=8).digest(), "little", signed=True)
+        for name, block in blocks.items()
+    }
 
 
 def fill_dummy(model: BaseOP, seed: int) -> None:

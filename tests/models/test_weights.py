@@ -20,7 +20,7 @@ from minisgl.layers.base import Spec
 from minisgl.layers.embedding import vocab_block
 from minisgl.models.config import parse_model_config
 from minisgl.models.decoder import CausalLM
-from minisgl.models.weights import fill_dummy, load_weights, shard_range
+from minisgl.models.weights import digest_whole, fill_dummy, load_weights, shard_range
 from tests.models.small import LLAMA, MOE, QWEN3
 
 ONE = DistributedInfo(0, 1)
@@ -315,6 +315,22 @@ def test_the_vocabulary_is_cut_into_blocks_of_any_size(name):
 def test_vocabulary_blocks_cover_every_id_once(vocab_size, size):
     blocks = [vocab_block(vocab_size, rank, size) for rank in range(size)]
     assert [i for first, end in blocks for i in range(first, end)] == list(range(vocab_size))
+
+
+@pytest.mark.parametrize("config", [LLAMA, MOE], ids=["llama", "qwen3-moe"])
+def test_ranks_digest_alike_what_none_of_them_cuts(config):
+    first, second = (make_model(config, DistributedInfo(rank, 2)) for rank in (0, 1))
+    for model in (first, second):
+        fill_dummy(model, 3)
+    digests = digest_whole(first)
+    assert digests == digest_whole(second)
+    assert "model.norm.weight" in digests
+    assert not [name for name in digests if "_proj" in name or "embed" in name]
+    assert ("model.layers.0.mlp.gate.weight" in digests) == (config is MOE)
+    for name in digests:
+        second.state_dict()[name].view(-1)[-1] += 1
+        assert {changed for changed, value in digest_whole(second).items() if value != digests[changed]} == {name}
+        second.state_dict()[name].copy_(first.state_dict()[name])
 
 
 def test_an_uneven_cut_is_refused_with_the_numbers():

@@ -2,7 +2,8 @@
 
 FAULT is `token:N` (in steps that sample N tokens or more, the last one is another), `deaf` (requests are not heard), `SIGNAL:STATE` (it
 sends this signal to itself, while it loads (`start`), in a step with a long prompt (`prefill`) or in one with nothing but the next tokens
-of FULL requests (`decode`), and says so before) or empty. ENGINE is `fake` or `real`. Run as a child by the launcher.
+of FULL requests (`decode`), and says so before), `weight:NAME` (a real engine's parameter NAME is another) or empty. ENGINE is `fake` or
+`real`. Run as a child by the launcher.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ import os
 import signal
 import sys
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from minisgl.distributed.groups import join_groups
+from minisgl.engine import engine as engine_module
 from minisgl.engine.engine import make_engine
 from minisgl.message import UserMsg
+from minisgl.models.weights import load_weights
 from minisgl.processes.child import Child, run_child
 from minisgl.processes.served_scheduler import ServedScheduler, serve_scheduler
 from minisgl.utils import make_private_directory
@@ -78,6 +82,12 @@ class FaultyScheduler(ServedScheduler):
         return [message for message in messages if not isinstance(message, UserMsg) or len(message.input_ids) == 1]
 
 
+def load_other_weights(name, model, *where):
+    """As `load_weights`, but for one number."""
+    load_weights(model, *where)
+    model.state_dict()[name].view(-1)[0] += 1e-3
+
+
 def main(child: Child) -> None:
     torch.set_num_threads(1)
     config, fault = child.config, os.environ.get("FAULT", "")
@@ -85,6 +95,8 @@ def main(child: Child) -> None:
     name, _, state = fault.partition(":") if is_faulty and fault.startswith("SIG") else ("", "", "")
     if state == "start":
         signal_self(child, name)
+    if fault.startswith("weight") and is_faulty:
+        engine_module.load_weights = partial(load_other_weights, fault.partition(":")[2])
     if os.environ["ENGINE"] == "real":
         engine = make_engine(config, config.rendezvous_path)
     else:
