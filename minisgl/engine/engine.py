@@ -232,8 +232,6 @@ def make_engine(
     dtype = choose_dtype(config, model_config, device)
     available = available_bytes(device)
     _make_attention(config, model_config, 1, page_size, max_seq_len, dtype, device)  # one that cannot run is refused before loading
-    prefill, decode = choose_attention_backends(config.attention_backend, device.type)
-    log(f"attention: {prefill}" if prefill == decode else f"attention: {prefill} for prefill, {decode} for decode")
     model = _load_model(config, model_config, model_dir, Spec(dtype, device, config.tp_info))
     num_bytes = model.num_bytes(can_pack(dtype, device))
     digests = digest_whole(model) if config.tp_info.size > 1 else {}
@@ -270,7 +268,9 @@ def make_engine(
         step_bytes += graph_bytes(graph_sizes(max_graph_rows), model_config.vocab_size, dtype)
     plan = plan_memory(config, model_config, dtype, page_size, available, num_bytes, device.type, step_bytes)
     plan = replace(plan, num_pages=_minimum(plan.num_pages, groups))
-    log(f"memory: {plan}")
+    prefill, decode = choose_attention_backends(config.attention_backend, device.type)
+    attention = prefill if prefill == decode else f"{prefill} for prefill, {decode} for decode"
+    log(f"attention: {attention}; memory: {plan}")
     if config.cuda_graph_max_bs not in (0, EngineConfig.cuda_graph_max_bs) and not max_graph_rows:
         log(f"--cuda-graph-max-bs {config.cuda_graph_max_bs} has no effect: this device, attention or model runs without CUDA graphs")
     if config.num_pages and config.memory_ratio:
