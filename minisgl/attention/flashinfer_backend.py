@@ -55,10 +55,10 @@ class FlashInferAttention(BaseAttentionBackend):
         super().__init__(pool, page_table)
         self._upload = Uploader(pool.k.device)
         self._library = library
-        self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pool.k.device)
-        self._prefill = library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
+        self._workspace: torch.Tensor | None = None
+        self._prefill: Any = None
         self._decode: Any = None
-        """made at the first decode step, when the number of query heads is known"""
+        """these are made where they are first needed, and so belong to what a trial step is found to take"""
         self._planned: FlashInferMetadata | None = None
         self._plan_copied: Any = None
         """event after which the library's own pinned block may be written again"""
@@ -88,7 +88,11 @@ class FlashInferAttention(BaseAttentionBackend):
             self._plan_copied.synchronize()
         rows = (step.page_starts, step.pages, step.last_page_lens, num_heads, num_kv_heads, head_dim, page_size)
         dtypes = {"q_data_type": self.pool.k.dtype, "kv_data_type": self.pool.k.dtype}
+        if self._workspace is None:
+            self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self.pool.k.device)
         if step.starts is not None:
+            if self._prefill is None:
+                self._prefill = self._library.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
             self._prefill.plan(step.starts, *rows, causal=True, **dtypes)
         else:
             if self._decode is None:

@@ -15,7 +15,7 @@ from minisgl.engine.base import EngineLimits, StepHandle
 
 __all__ = ["largest_batch", "measure_step"]
 
-DEMANDING = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
+DEMANDING = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=20)
 """Parameters that make the sampler use all the memory it ever uses."""
 
 
