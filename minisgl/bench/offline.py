@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from minisgl.bench.machine import hardware, versions
 from minisgl.core import SamplingParams
@@ -24,12 +24,16 @@ from minisgl.engine.config import DEFAULT_EXTEND_TOKENS
 from minisgl.errors import ConfigError, WorkerError
 from minisgl.scheduler.config import SchedulerConfig
 
+if TYPE_CHECKING:
+    from minisgl.scheduler.scheduler import Scheduler
+
 __all__ = ["BenchLLM", "Options", "Workload", "add_arguments", "effective_config", "main", "make_workload", "run"]
 
 SEED = 0
 LARGEST_ID = 10_000
 SHORTEST = 100
 """Tokens; the shortest prompt and the shortest output, unless the longest is shorter still."""
+DEFAULT_TRACE = "profile.json"
 NUM_WARM_UPS = 2
 WARM_UP_TOKENS = 8
 NOT_REPORTED = ("tp_info", "offline_mode", "backend_create_detokenizer_link", "_unique_suffix")
@@ -51,6 +55,9 @@ class BenchLLM(Protocol):
     @property
     def num_retractions(self) -> int: ...
 
+    @property
+    def scheduler(self) -> Scheduler: ...
+
     def reset_prefix_cache(self) -> None: ...
 
     def generate(self, prompts: list[list[int]], sampling_params: list[SamplingParams], /) -> Sequence[Any]: ...
@@ -69,11 +76,18 @@ class Options:
     """tokens of the longest output"""
     temperature: float = 0.6
     repeats: int = 3
+    profile: int = 0
+    """decode steps to trace after the runs; 0: none"""
+    trace: str | None = None
+    """file for their Chrome trace; None: profile.json"""
 
     def __post_init__(self) -> None:
         for name in ("num_requests", "max_input", "max_output", "repeats"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')}: {getattr(self, name)} found; at least 1 is allowed")
+        if not 0 <= self.profile < self.max_output:
+            most = f"0 to {self.max_output - 1} is allowed: the first of --max-output {self.max_output} tokens comes from the prompt's step"
+            raise ConfigError(f"--profile: {self.profile} found; {most}")
 
 
 @dataclass(frozen=True)
@@ -125,10 +139,16 @@ def run(options: Options, make_llm: Callable[[], BenchLLM], *, say: Callable[[st
         # 3. The clock.
         every = [replace(params, max_tokens=length) for length in workload.output_lens]
         runs = [_measure(llm, workload, every, number, say) for number in range(options.repeats)]
+        median = statistics.median(one["output_tokens_per_s"] for one in runs)
+        say(f"median of {len(runs)}: {median:,.1f} output tokens/s")
+        # 4. The trace, which no figure contains.
+        traced = {}
+        if options.profile:
+            from minisgl.bench.profile import profile  # loads torch
+
+            traced["profile"] = profile(llm, (workload.prompts, every), options.profile, Path(options.trace or DEFAULT_TRACE), say)
     finally:
         llm.close()
-    median = statistics.median(one["output_tokens_per_s"] for one in runs)
-    say(f"median of {len(runs)}: {median:,.1f} output tokens/s")
     return {
         "benchmark": "offline",
         "command": sys.argv,
@@ -141,6 +161,7 @@ def run(options: Options, make_llm: Callable[[], BenchLLM], *, say: Callable[[st
         "config": config,
         "versions": versions(),
         "hardware": hardware(),
+        **traced,
     }
 
 
@@ -223,15 +244,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=default.temperature, help="of the sampling; 0 is greedy (default: 0.6)")
     parser.add_argument("--repeats", type=int, default=default.repeats, help="runs, of which the median counts (default: 3)")
     parser.add_argument("--json", metavar="FILE", help="also write a report with versions, hardware and the effective settings")
+    text = "after the runs, trace so many decode steps in a row and one prefill step, and tell where their time goes (default: 0)"
+    parser.add_argument("--profile", type=int, default=default.profile, metavar="N", help=text)
+    text = "Chrome trace that --profile writes; the prefill step's is prefill-FILE beside it (default: profile.json)"
+    parser.add_argument("--trace", metavar="FILE", help=text)
 
 
 def main(arguments: argparse.Namespace, make_llm: Callable[[], BenchLLM]) -> int:
     """The program: parsed arguments and what makes the engine -> exit status."""
-    names = ("num_requests", "max_input", "max_output", "temperature", "repeats")
+    names = ("num_requests", "max_input", "max_output", "temperature", "repeats", "profile", "trace")
     options = Options(**{name: getattr(arguments, name) for name in names})
-    SamplingParams(temperature=options.temperature)  # a wrong one is told before the model is loaded
-    if arguments.json is not None and not Path(arguments.json).resolve().parent.is_dir():
-        raise ConfigError(f"--json {arguments.json}: its folder does not exist; make it first")
+    # What is wrong is told before the model is loaded.
+    SamplingParams(temperature=options.temperature)
+    if options.profile and arguments.tp > 1:
+        raise ConfigError(f"--profile {options.profile}: the ranks of --tp {arguments.tp} are other processes, not traced; leave out --tp")
+    if options.trace is not None and not options.profile:
+        raise ConfigError("--trace has no effect without --profile; add --profile N")
+    for flag, file in (("--json", arguments.json), ("--trace", options.trace)):
+        if file is not None and not Path(file).resolve().parent.is_dir():
+            raise ConfigError(f"{flag} {file}: its folder does not exist; make it first")
     report = run(options, make_llm)
     if arguments.json is not None:
         Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -64,6 +64,7 @@ class Scheduler(SchedulerIOMixin):
 
             engine = make_engine(config, config.rendezvous_path)
         self.engine = engine
+        """between steps one that stands around it may take its place, to watch"""
         limits = engine.limits
         self._table = RequestTable(limits.max_running_req, limits.max_seq_len, limits.page_size)
         prefix_cache = make_prefix_cache(config.cache_type, limits.page_size)

@@ -81,7 +81,9 @@ def test_the_report_says_what_was_measured_where_and_how(tiny_models, tmp_path, 
     words += ["--max-output", "6", "--temperature", "0", "--repeats", "3", "--no-overlap", "--cache-type", "naive", "--page-size", "8"]
     assert main([*words, "--num-pages", "32", "--max-running-requests", "4", "--json", str(path)]) == 0
     report = json.loads(path.read_text(encoding="utf-8"))
-    assert report["options"] == {"num_requests": 3, "max_input": 20, "max_output": 6, "temperature": 0.0, "repeats": 3}
+    workload = {"num_requests": 3, "max_input": 20, "max_output": 6, "temperature": 0.0, "repeats": 3}
+    assert report["options"] == {**workload, "profile": 0, "trace": None}
+    assert "profile" not in report
     assert (report["num_prompt_tokens"], report["num_output_tokens"]) == (60, 18)
     speeds = sorted(one["output_tokens_per_s"] for one in report["runs"])
     assert (len(speeds), report["output_tokens_per_s"]) == (3, speeds[1])

@@ -129,7 +129,14 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize(("misbehave", "kind", "words"), FAULTS.values(), ids=FAULTS.keys())
+SIMILAR = ("401", "404", "500", "resets")
+"""To 429 and to an answer that breaks off"""
+
+
+@pytest.mark.parametrize(
+    ("misbehave", "kind", "words"),
+    [pytest.param(*fault, id=name, marks=pytest.mark.slow if name in SIMILAR else ()) for name, fault in FAULTS.items()],
+)
 def test_a_failure_is_counted_by_its_name(misbehave, kind, words):
     with hand_made(instead(misbehave)) as server:
         report = measure(server)
