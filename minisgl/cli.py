@@ -77,8 +77,8 @@ ENGINE_FLAGS = (
     _Flag(
         "attention_backend",
         ("--attention-backend", "--attn"),
-        "attention, one name for all steps or two, PREFILL,DECODE: torch, triton, fa (FlashAttention), fi (FlashInfer); auto: triton on "
-        "CUDA, torch on a CPU",
+        "attention, one name for all steps or two, PREFILL,DECODE: torch, triton, fa (FlashAttention), fi (FlashInfer); fa and fi take "
+        "half types only, and decode steps with them or torch are no CUDA graphs; auto: triton on CUDA, torch on a CPU",
     ),
 )
 HTTP_FLAGS = (

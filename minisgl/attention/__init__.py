@@ -31,9 +31,14 @@ def _triton(pool: KVPool, page_table: torch.Tensor) -> BaseAttentionBackend:
 
 def _flash(pool: KVPool, page_table: torch.Tensor) -> BaseAttentionBackend:
     _refuse_for_library("fa", pool)
+    if pool.page_size > LARGEST_FLASH_PAGE:
+        raise ConfigError(
+            f"--attention-backend fa: --page-size {pool.page_size} found, at most {LARGEST_FLASH_PAGE} is allowed: larger pages are read "
+            "whole, with what an earlier owner left there, which may be no number"
+        )
     from minisgl.attention.flash_backend import FlashAttention, load_flash_attention
 
-    return FlashAttention(pool, page_table, load_flash_attention())
+    return FlashAttention(pool, page_table, load_flash_attention(compute_capability(pool.k.device)))
 
 
 def _flashinfer(pool: KVPool, page_table: torch.Tensor) -> BaseAttentionBackend:
@@ -41,6 +46,13 @@ def _flashinfer(pool: KVPool, page_table: torch.Tensor) -> BaseAttentionBackend:
     from minisgl.attention.flashinfer_backend import FlashInferAttention, load_flashinfer
 
     return FlashInferAttention(pool, page_table, load_flashinfer())
+
+
+def compute_capability(device: torch.device) -> int:
+    """The major number."""
+    import torch
+
+    return torch.cuda.get_device_capability(device)[0]
 
 
 def _refuse_for_library(name: str, pool: KVPool) -> None:
@@ -51,6 +63,8 @@ def _refuse_for_library(name: str, pool: KVPool) -> None:
         raise ConfigError(f"--attention-backend {name}: K/V is {dtype}; it takes bfloat16 and float16. Set --dtype, or use triton")
 
 
+LARGEST_FLASH_PAGE = 64
+"""Tokens; FlashAttention loads a page that holds a whole tile of keys (80 of them or more) in one go, rows beyond the length included."""
 ATTENTION_BACKENDS: dict[str, Callable[[KVPool, torch.Tensor], BaseAttentionBackend]] = {
     "torch": TorchAttention,
     "triton": _triton,
@@ -65,12 +79,12 @@ def choose_attention_backends(name: str, device_type: str) -> tuple[str, str]:
 
     Raises ConfigError for an unknown name, with the list.
     """
-    parts = name.split(",")
+    parts = [part.strip() for part in name.split(",")]
     if len(parts) > 2:
         raise ConfigError(f"--attention-backend {name}: {len(parts)} names found; one for both phases is allowed, or two: PREFILL,DECODE")
     for part in parts:
         if part not in ("auto", *ATTENTION_BACKENDS):
-            raise ConfigError(f"--attention-backend {part}: known are auto, {', '.join(sorted(ATTENTION_BACKENDS))}")
+            raise ConfigError(f"--attention-backend {name}: {part!r} is unknown; known are auto, {', '.join(sorted(ATTENTION_BACKENDS))}")
     fastest = "triton" if device_type == "cuda" else "torch"
     prefill, decode = (fastest if part == "auto" else part for part in (parts[0], parts[-1]))
     return prefill, decode

@@ -26,6 +26,8 @@ __all__ = ["BaseAttentionBackend", "PhasedAttention"]
 class BaseAttentionBackend(ABC):
     """Stores new K/V into pages and attends over a row's pages, causally."""
 
+    description: str
+    """its name, and of a library which one"""
     takes_stored_kv: bool = False
     """`attend` may be called alone, after another kernel has stored the step's K/V at `metadata.write_slots`."""
 
@@ -77,6 +79,7 @@ class PhasedAttention(BaseAttentionBackend):
     def __init__(self, prefill: BaseAttentionBackend, decode: BaseAttentionBackend) -> None:
         super().__init__(decode.pool, decode.page_table)
         self._prefill, self._decode = prefill, decode
+        self.description = f"{prefill.description} for prefill, {decode.description} for decode"
         self.takes_stored_kv = prefill.takes_stored_kv and decode.takes_stored_kv
 
     @property

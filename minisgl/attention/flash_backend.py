@@ -52,11 +52,12 @@ class FlashAttention(BaseAttentionBackend):
 
     takes_stored_kv = True
 
-    def __init__(self, pool: KVPool, page_table: torch.Tensor, attend: Attend) -> None:
-        """`attend`: what `load_flash_attention` gives."""
+    def __init__(self, pool: KVPool, page_table: torch.Tensor, library: tuple[str, Attend]) -> None:
+        """`library`: what `load_flash_attention` gives."""
         super().__init__(pool, page_table)
+        name, self._attend = library
+        self.description = f"fa ({name})"
         self._upload = Uploader(pool.k.device)
-        self._attend = attend
 
     def prepare(self, batch: Batch) -> FlashMetadata:
         lengths = batch.cached_lens + batch.extend_lens
@@ -71,13 +72,23 @@ class FlashAttention(BaseAttentionBackend):
         return self._attend(q, k, v, metadata)
 
 
-def load_flash_attention() -> Attend:
-    """The first package that can be imported. Raises ConfigError with what each one said, and how to install one."""
+def load_flash_attention(capability: int) -> tuple[str, Attend]:
+    """The first package that can be imported and has kernels for GPUs of compute capability `capability`.x, and its name.
+
+    Raises ConfigError with what each one said, and how to install one.
+    """
     reasons = []
-    for name, bind in (("flash_attn_interface", _bind_3), ("sgl_kernel.flash_attn", _bind_3), ("flash_attn.cute", _bind_4)):
+    for name, bind, capabilities in (
+        ("flash_attn_interface", _bind_3, (8, 9)),
+        ("sgl_kernel.flash_attn", _bind_3, (8, 9)),
+        ("flash_attn.cute", _bind_4, (9, 10, 11)),
+    ):
+        if capability not in capabilities:
+            reasons.append(f"{name} (has no paged kernels for compute capability {capability}.x)")
+            continue
         try:
-            return bind(importlib.import_module(name))
-        except (ImportError, OSError, AttributeError) as error:  # OSError: a shared library of it is missing
+            return name, bind(importlib.import_module(name))
+        except (ImportError, OSError, RuntimeError, AttributeError) as error:  # not there, or not for this torch
             reasons.append(f"{name} ({error})")
     raise ConfigError(f"--attention-backend fa: no FlashAttention can be imported: {'; '.join(reasons)}; {INSTALL}, or use triton")
 

@@ -48,6 +48,7 @@ class FlashInferMetadata:
 class FlashInferAttention(BaseAttentionBackend):
     """Paged attention by a library."""
 
+    description = "fi"
     takes_stored_kv = True
 
     def __init__(self, pool: KVPool, page_table: torch.Tensor, library: Any) -> None:
@@ -109,7 +110,7 @@ def load_flashinfer() -> Any:
     """The library. Raises ConfigError with the reason and how to install it."""
     try:
         return importlib.import_module("flashinfer")
-    except (ImportError, OSError) as error:  # OSError: a shared library of it is missing
+    except (ImportError, OSError, RuntimeError) as error:  # a shared library of it is missing; its parts are of unlike versions
         raise ConfigError(f"--attention-backend fi: {error}; run `pip install flashinfer-python`, or use triton") from error
 
 

@@ -53,6 +53,8 @@ class _Metadata:
 class TorchAttention(BaseAttentionBackend):
     """`F.scaled_dot_product_attention` over gathered pages."""
 
+    description = "torch"
+
     def __init__(self, pool: KVPool, page_table: torch.Tensor) -> None:
         super().__init__(pool, page_table)
         num_layers, head_dim = len(pool.k), pool.k.shape[-1]

@@ -52,6 +52,7 @@ class TritonMetadata:
 class TritonAttention(BaseAttentionBackend):
     """Paged attention without gathers."""
 
+    description = "triton"
     takes_stored_kv = True
 
     def __init__(self, pool: KVPool, page_table: torch.Tensor) -> None:

@@ -111,27 +111,20 @@ def probe_backends() -> list[Backend]:
 
 
 def _why_not(name: str, device: torch.device) -> str | None:
-    """Attend with one token of one head; the reason if that fails."""
-    import numpy as np
+    """Attend with one head; the reason if that fails."""
     import torch
 
     from minisgl.attention import make_attention_backend
-    from minisgl.core import make_batch
+    from minisgl.attention.probe import why_not
     from minisgl.kvcache.pool import make_kv_pool
 
     page_size, head_dim = (16, 64) if device.type == "cpu" else (64, 128)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    one, zero = np.ones(1, dtype=np.int32), np.zeros(1, dtype=np.int32)
-    arrays = {"slots": zero, "cached_lens": zero, "extend_lens": one, "positions": zero, "write_slots": zero, "sample_rows": zero}
-    batch = make_batch(0, (0,), {"input_ids": zero, **arrays})
     try:
         pool = make_kv_pool(1, 1, 1, page_size, head_dim, dtype, device)
-        backend = make_attention_backend(name, pool, torch.zeros((2, 1), dtype=torch.int32, device=device))
-        q = torch.ones((1, 1, head_dim), dtype=dtype, device=device)
-        result = backend.forward(q, q, q, 0, backend.prepare(batch))
+        return why_not(make_attention_backend(name, pool, torch.zeros((2, 1), dtype=torch.int32, device=device)), 1)
     except Exception as error:  # whatever a library raises is what is to be reported
         return f"{type(error).__name__}: {error}"
-    return None if bool((result == 1).all()) else f"wrong result on {device}"
 
 
 def plan_model(config: EngineConfig) -> ModelPlan:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from minisgl.attention import BaseAttentionBackend, choose_attention_backends, make_attention_backend
+from minisgl.attention.probe import why_not
 from minisgl.core import Batch, Context, Int32Array
 from minisgl.distributed import Communicator, DistributedInfo, make_communicator
 from minisgl.distributed.groups import Groups, join_groups
@@ -177,10 +178,11 @@ class Engine:
     def _prompt_logprobs(self, hidden: torch.Tensor, targets: Int32Array) -> list[Logprobs]:
         """Piece by piece, so that the logits of a long prompt never exist together."""
         pieces = []
+        tokens, num_top = self._to_device(targets[:, 1]), targets[:, 2].tolist()  # all in one copy: a block is free after the step only
         for start in range(0, len(targets), PROMPT_LOGITS):
-            piece = targets[start : start + PROMPT_LOGITS]
-            logits = self.model.lm_head.forward(hidden[start : start + PROMPT_LOGITS], self._reduce_only)
-            pieces.append(compute_logprobs(logits, self._to_device(piece[:, 1]), piece[:, 2].tolist()))
+            piece = slice(start, start + PROMPT_LOGITS)
+            logits = self.model.lm_head.forward(hidden[piece], self._reduce_only)
+            pieces.append(compute_logprobs(logits, tokens[piece], num_top[piece]))
         return pieces
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -231,7 +233,7 @@ def make_engine(
     max_seq_len = choose_max_seq_len(config, model_config)
     dtype = choose_dtype(config, model_config, device)
     available = available_bytes(device)
-    _make_attention(config, model_config, 1, page_size, max_seq_len, dtype, device)  # one that cannot run is refused before loading
+    described = _try_attention(config, model_config, page_size, max_seq_len, dtype, device)
     model = _load_model(config, model_config, model_dir, Spec(dtype, device, config.tp_info))
     num_bytes = model.num_bytes(can_pack(dtype, device))
     digests = digest_whole(model) if config.tp_info.size > 1 else {}
@@ -261,16 +263,16 @@ def make_engine(
     max_graph_rows, step_bytes = 0, 0
     if device.type == "cuda":
         trial = build(1, 0)
-        step_bytes = measure_step(trial, config.max_extend_tokens or DEFAULT_EXTEND_TOKENS["cuda"])
+        largest = config.max_extend_tokens or DEFAULT_EXTEND_TOKENS["cuda"]
+        step_bytes = measure_step(trial, largest, has_decode_step=not trial.can_be_captured)
         if trial.can_be_captured and (model_config.moe is None or default_moe_backend(device).supports_graphs):
             max_graph_rows = min(config.cuda_graph_max_bs, config.max_running_req)
         del trial
         step_bytes += graph_bytes(graph_sizes(max_graph_rows), model_config.vocab_size, dtype)
     plan = plan_memory(config, model_config, dtype, page_size, available, num_bytes, device.type, step_bytes)
     plan = replace(plan, num_pages=_minimum(plan.num_pages, groups))
-    prefill, decode = choose_attention_backends(config.attention_backend, device.type)
-    attention = prefill if prefill == decode else f"{prefill} for prefill, {decode} for decode"
-    log(f"attention: {attention}; memory: {plan}")
+    graphs = ", decode steps without CUDA graphs" if device.type == "cuda" and not max_graph_rows else ""
+    log(f"attention: {described}{graphs}; memory: {plan}")
     if config.cuda_graph_max_bs not in (0, EngineConfig.cuda_graph_max_bs) and not max_graph_rows:
         log(f"--cuda-graph-max-bs {config.cuda_graph_max_bs} has no effect: this device, attention or model runs without CUDA graphs")
     if config.num_pages and config.memory_ratio:
@@ -288,19 +290,19 @@ def _join(config: EngineConfig, rendezvous: Path | None, device: torch.device) -
 
 
 def _check_weights(digests: dict[str, int], groups: Groups) -> None:
-    """Raise WorkerError if a rank holds other values than rank 0 of a parameter that all of them hold: their hidden states would part, and
-    no ledger shows it, since all ranks sample from gathered logits."""
+    """Raise WorkerError if the ranks hold different values of a parameter that none of them cuts: their hidden states would part, and no
+    ledger shows it, since all ranks sample from gathered logits."""
     if groups.cpu is None:
         return
     own = torch.tensor(list(digests.values()))
     gathered = [torch.empty_like(own) for _ in range(dist.get_world_size(groups.cpu))]
     dist.all_gather(gathered, own, group=groups.cpu)
-    for rank, other in enumerate(gathered):
-        for place in (other != gathered[0]).nonzero()[:1, 0].tolist():
-            name = list(digests)[place]
-            raise WorkerError(
-                f"rank {rank} has loaded other values of {name} than rank 0; check the model's files and the memory, start again"
-            )
+    table = torch.stack(gathered)
+    for place in (table != table[0]).any(0).nonzero()[:1, 0].tolist():
+        shown = ", ".join(f"{digest % 2**64:016x}" for digest in table[:, place].tolist())
+        raise WorkerError(
+            f"the ranks have loaded different values of {list(digests)[place]}, digests {shown}; check the files, start again"
+        )
 
 
 def _minimum(count: int, groups: Groups) -> int:
@@ -333,6 +335,18 @@ def _make_attention(
     shape = (config.max_running_req + 1, -(-max_seq_len // page_size))
     page_table = torch.full(shape, pool.dummy_page, dtype=torch.int32, device=device)
     return make_attention_backend(config.attention_backend, pool, page_table)
+
+
+def _try_attention(
+    config: EngineConfig, model: ModelConfig, page_size: int, max_seq_len: int, dtype: torch.dtype, device: torch.device
+) -> str:
+    """The attention's description. Raises ConfigError, before anything is loaded, if it cannot run; a library is tried with this model."""
+    attention = _make_attention(config, model, 1, page_size, max_seq_len, dtype, device)
+    if not {"torch", "triton"}.issuperset(choose_attention_backends(config.attention_backend, device.type)):
+        problem = why_not(attention, model.attention.num_heads // config.tp_info.size)
+        if problem is not None:
+            raise ConfigError(f"--attention-backend {config.attention_backend}: this model's attention fails: {problem}; use triton")
+    return attention.description
 
 
 def choose_device(config: EngineConfig) -> torch.device:

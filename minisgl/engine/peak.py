@@ -26,8 +26,9 @@ class _Engine(Protocol):
     def submit(self, batch: Batch) -> StepHandle: ...
 
 
-def measure_step(engine: _Engine, num_tokens: int) -> int:
-    """Bytes that a step of `num_tokens` new tokens takes at its peak. The engine has a pool of one page, which nobody reads.
+def measure_step(engine: _Engine, num_tokens: int, *, has_decode_step: bool) -> int:
+    """Bytes that a step of `num_tokens` new tokens takes at its peak, and with `has_decode_step` what one token of each row takes besides.
+    The engine has a pool of one page, which nobody reads.
 
     The first step also loads kernels and makes the ranks' buffers, which torch's allocator does not know, but the device does.
     """
@@ -35,7 +36,8 @@ def measure_step(engine: _Engine, num_tokens: int) -> int:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     allocated, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
-    engine.submit(largest_batch(engine.limits, num_tokens)).read()
+    for size in (num_tokens, engine.limits.max_running_req)[: 1 + has_decode_step]:
+        engine.submit(largest_batch(engine.limits, size)).read()
     torch.cuda.synchronize()
     peak = max(torch.cuda.max_memory_allocated() - allocated, free - torch.cuda.mem_get_info()[0])
     torch.cuda.empty_cache()

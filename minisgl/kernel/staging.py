@@ -15,8 +15,9 @@ import torch
 __all__ = ["Pending", "PinnedRing", "Readback", "Uploader"]
 
 Int32Array = npt.NDArray[np.int32]
-NUM_BLOCKS = 4
-"""Copies that may be under way before the host waits for the oldest; a step makes one or two, and two steps are in flight."""
+NUM_BLOCKS = 16
+"""Copies that may be under way before the host waits for the oldest. A step makes up to six, some of them behind its forward; two steps are
+in flight."""
 LEAST_CAPACITY = 4096
 
 

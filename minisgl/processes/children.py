@@ -19,7 +19,7 @@ from minisgl.errors import WorkerError
 from minisgl.processes.child import PRIMARY, Divergence, Order, Report, ReportKind
 from minisgl.processes.setup import ChildSetup, settings_of
 from minisgl.processes.signals import Signals, blocked_signals
-from minisgl.processes.workers import Worker, describe_exit
+from minisgl.processes.workers import KILLED_S, Worker, describe_exit
 from minisgl.scheduler.agreement import explain_divergence
 from minisgl.scheduler.config import SchedulerConfig
 from minisgl.utils.heartbeat import PulseReader, make_heartbeat_file
@@ -168,7 +168,10 @@ class Children:
             self._wait_for(self._workers, HURRIED_S if self._is_hurried else LEAVE_S, signals)
         finally:
             for worker in self._workers:
-                worker.kill()
+                worker.strike()
+            deadline = time.monotonic() + KILLED_S
+            for worker in self._workers:
+                worker.kill(deadline - time.monotonic())
 
     def _order_api(self, order: Order) -> Worker:
         assert self._api is not None

@@ -18,7 +18,7 @@ import msgspec
 from minisgl.processes.child import Order, Report, ReportKind
 from minisgl.processes.setup import ChildSetup
 
-__all__ = ["Worker", "describe_exit"]
+__all__ = ["KILLED_S", "Worker", "describe_exit"]
 
 logger = logging.getLogger(__name__)
 
@@ -101,16 +101,20 @@ class Worker:
         except ChildProcessError:  # it has ended
             return False
 
-    def end(self) -> None:
-        """End it by force, if it still runs."""
+    def strike(self) -> None:
+        """Begin to end it by force, if it still runs."""
         if self._process.poll() is None:
             self._process.kill()
-            if self.wait(KILLED_S) is None:  # a failed device can hold it in the system; nobody waits for that
-                logger.error("the %s process (pid %d) was killed and is still there after %d s", self.name, self.pid, KILLED_S)
 
-    def kill(self) -> None:
-        """End it by force, if it still runs, and forget it."""
-        self.end()
+    def end(self, timeout: float = KILLED_S) -> None:
+        """End it by force, if it still runs, and wait so many seconds at most: a failed device can hold a killed process in the system."""
+        self.strike()
+        if self.wait(timeout) is None:
+            logger.error("the %s process (pid %d) was killed and is still there", self.name, self.pid)
+
+    def kill(self, timeout: float) -> None:
+        """`end` it and forget it."""
+        self.end(timeout)
         self.let_go()
         os.close(self._report_fd)
 

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl.attention import ATTENTION_BACKENDS, choose_attention_backends, make_attention_backend
+from minisgl.attention import ATTENTION_BACKENDS, TorchAttention, choose_attention_backends, make_attention_backend
 from minisgl.attention.base import PhasedAttention
 from minisgl.attention.flash_backend import FlashAttention, load_flash_attention
 from minisgl.attention.flashinfer_backend import FlashInferAttention, load_flashinfer
+from minisgl.attention.probe import why_not
 from minisgl.errors import ConfigError
 from minisgl.kernel import reference
 from minisgl.kvcache.pool import make_kv_pool
@@ -23,8 +24,8 @@ from tests.attention.fake_libraries import MODULES
 from tests.tools.plan import Planner
 
 NUM_LAYERS, LAYER = 2, 1
-GARBAGE = 1e4
-"""What stands in slots that no row has written. The pool starts zeroed and holds finite numbers only, so NaN is not among them."""
+GARBAGE = float("nan")
+"""What stands in slots that no row has written: what an earlier owner left there, which may have overflowed."""
 STEPS = {
     "one prompt": [{0: 37}],
     "prompts": [{0: 16, 1: 1, 2: 50}],
@@ -51,7 +52,7 @@ def make_backend(name, pool, table):
     with mock.patch.dict(sys.modules, MODULES[name]):
         if name == "fi":
             return FlashInferAttention(pool, table, load_flashinfer())
-        return FlashAttention(pool, table, load_flash_attention())
+        return FlashAttention(pool, table, load_flash_attention(9))
 
 
 class Bench:
@@ -64,7 +65,7 @@ class Bench:
         num_pages = 5 + 600 // page_size + (8 if page_size > 1 else 0)
         self.pool = make_kv_pool(NUM_LAYERS, num_pages, self.num_kv_heads, page_size, head_dim, dtype, device)
         for tensor in (self.pool.k, self.pool.v):
-            tensor.copy_(torch.randn(tensor.shape, generator=self.random) * GARBAGE)
+            tensor.fill_(GARBAGE)
         self.planner = Planner(num_pages, page_size, 8)
         table = torch.full((8, -(-260 // page_size)), self.pool.dummy_page, dtype=torch.int32, device=device)
         self.backend = make(name, self.pool, table)
@@ -182,14 +183,14 @@ def test_random_walks(name):
 @pytest.mark.parametrize("name", BACKENDS)
 def test_only_the_planned_slots_of_the_layer_are_written(name):
     bench = Bench(name, 16, (4, 2), 32, torch.float32, device_of(name))
-    before = bench.pool.k.clone(), bench.pool.v.clone()
     bench.step({0: 20, 1: 3})
     pages = [page for row in bench.planner.rows.values() for page in row.pages]
-    for tensor, old in zip((bench.pool.k, bench.pool.v), before, strict=True):
-        assert torch.equal(tensor[0], old[0])
-        is_changed = (tensor[LAYER] != old[LAYER]).any(dim=(1, 3))
-        assert int(is_changed.sum()) == 23
-        assert set(is_changed.nonzero()[:, 0].tolist()) == set(pages)
+    for tensor in (bench.pool.k, bench.pool.v):
+        assert bool(tensor[0].isnan().all())
+        is_written = ~tensor[LAYER].isnan().all(dim=3).all(dim=1)
+        assert int(is_written.sum()) == 23
+        assert set(is_written.nonzero()[:, 0].tolist()) == set(pages)
+        assert int((~tensor[LAYER].isnan()).sum()) == 23 * 2 * 32
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -280,11 +281,23 @@ def test_the_libraries_themselves(name, head_dim, page_size):
         ("auto", "cuda", ("triton", "triton")),
         ("fa", "cuda", ("fa", "fa")),
         ("fa,triton", "cuda", ("fa", "triton")),
-        ("auto,fi", "cuda", ("triton", "fi")),
+        ("auto, fi", "cuda", ("triton", "fi")),
     ],
 )
 def test_one_name_is_for_both_phases_and_two_are_prefill_and_decode(name, device, chosen):
     assert choose_attention_backends(name, device) == chosen
+
+
+def test_a_pair_takes_part_in_graphs_if_its_decode_does_and_takes_stored_kv_if_both_do():
+    def pair(prefill, decode):
+        pool = make_kv_pool(1, 2, 1, 16, 16, torch.float32, device_of("triton"))
+        return make_backend(f"{prefill},{decode}", pool, torch.zeros(1, 1, dtype=torch.int32, device=pool.k.device))
+
+    graphs = {decode: pair("fi", decode).graph_part is not None for decode in ("triton", "torch", "fa 3")}
+    assert graphs == {"triton": True, "torch": False, "fa 3": False}
+    stored = {names: pair(*names).takes_stored_kv for names in (("fi", "triton"), ("torch", "triton"), ("triton", "torch"))}
+    assert stored == {("fi", "triton"): True, ("torch", "triton"): False, ("triton", "torch"): False}
+    assert pair("fa 4", "triton").description == "fa (flash_attn.cute) for prefill, triton for decode"
 
 
 def test_a_pair_computes_each_phase_by_its_own_backend():
@@ -299,8 +312,8 @@ def test_a_pair_computes_each_phase_by_its_own_backend():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("fastest,torch", "--attention-backend fastest: known are auto, fa, fi, torch, triton"),
-        ("torch,", "--attention-backend : known are auto"),
+        ("fastest,torch", "--attention-backend fastest,torch: 'fastest' is unknown; known are auto, fa, fi, torch, triton"),
+        ("torch,", "--attention-backend torch,: '' is unknown; known are auto"),
         ("torch,torch,torch", "3 names found; one for both phases is allowed, or two: PREFILL,DECODE"),
     ],
 )
@@ -322,7 +335,7 @@ class OnCuda:
 
 
 def pool_on_cuda(dtype):
-    return mock.Mock(k=OnCuda(dtype))
+    return mock.Mock(k=OnCuda(dtype), page_size=16)
 
 
 @pytest.mark.parametrize("name", ["fa", "fi"])
@@ -334,23 +347,83 @@ def test_a_library_is_refused_where_it_cannot_run(name):
         make_attention_backend(name, pool_on_cuda(torch.float32), None)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("fa", r"no FlashAttention can be imported: flash_attn_interface \(.*sgl_kernel.flash_attn \(.*flash_attn.cute \(.*pip install"),
-        ("fi", "pip install flashinfer-python"),
-    ],
-)
-def test_a_library_that_is_not_installed_is_named_with_the_command_that_installs_it(name, message, monkeypatch):
-    for module in ("flash_attn_interface", "sgl_kernel", "sgl_kernel.flash_attn", "flash_attn", "flash_attn.cute", "flashinfer"):
+def without(monkeypatch, *modules):
+    for module in modules or ("flash_attn_interface", "sgl_kernel", "sgl_kernel.flash_attn", "flash_attn", "flash_attn.cute", "flashinfer"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match=message):
-        make_attention_backend(name, pool_on_cuda(torch.bfloat16), None)
+
+
+def test_no_flash_attention_is_an_error_with_what_each_package_said(monkeypatch):
+    without(monkeypatch)
+    found = r"flash_attn_interface \(.*sgl_kernel.flash_attn \(.*flash_attn.cute \(.*pip install"
+    with pytest.raises(ConfigError, match=f"no FlashAttention can be imported: {found}"):
+        load_flash_attention(9)
+
+
+def test_no_flashinfer_is_an_error_with_the_command_that_installs_it(monkeypatch):
+    without(monkeypatch)
+    with pytest.raises(ConfigError, match=r"--attention-backend fi: .*pip install flashinfer-python"):
+        make_attention_backend("fi", pool_on_cuda(torch.bfloat16), None)
+
+
+class Broken:
+    """A library whose import fails as that of parts which do not fit each other does."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name in ("flashinfer", "flash_attn_interface"):
+            raise RuntimeError("versions differ")
+
+
+def test_a_library_that_fails_at_its_import_is_told_and_the_next_one_tried(monkeypatch):
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    with pytest.raises(ConfigError, match="--attention-backend fi: versions differ"):
+        load_flashinfer()
+    with mock.patch.dict(sys.modules, {name: module for name, module in MODULES["fa 4"].items() if name != "flash_attn_interface"}):
+        assert load_flash_attention(9)[0] == "flash_attn.cute"
+
+
+def test_a_flash_attention_without_kernels_for_this_gpu_is_not_taken():
+    with mock.patch.dict(sys.modules, MODULES["fa 4"] | MODULES["fa 3"]):
+        assert [load_flash_attention(capability)[0] for capability in (8, 9, 10)] == ["flash_attn_interface"] * 2 + ["flash_attn.cute"]
+        with pytest.raises(ConfigError, match=r"flash_attn.cute .has no paged kernels for compute capability 12.x"):
+            load_flash_attention(12)
+
+
+def test_pages_that_flash_attention_would_read_whole_are_refused():
+    with pytest.raises(ConfigError, match="--attention-backend fa: --page-size 128 found, at most 64 is allowed"):
+        make_attention_backend("fa", mock.Mock(k=OnCuda(torch.bfloat16), page_size=128), None)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("name", ["torch", *MODULES, *PAIRS])
+def test_a_trial_finds_nothing_wrong_with_a_backend_that_works(name, page_size):
+    pool = make_kv_pool(1, 1, 2, page_size, 16, torch.float32, CPU)
+    assert why_not(make_backend(name, pool, torch.full((2, 4), pool.dummy_page, dtype=torch.int32)), 4) is None
+
+
+class FailsIn(TorchAttention):
+    """Fails in one phase, or gives something else."""
+
+    def __init__(self, pool, table, num_new, problem):
+        super().__init__(pool, table)
+        self.num_new, self.problem = num_new, problem
+
+    def attend(self, q, layer, metadata):
+        if len(q) == self.num_new and self.problem:
+            raise AssertionError(self.problem)
+        return super().attend(q, layer, metadata) * (2 if len(q) == self.num_new else 1)
+
+
+@pytest.mark.parametrize("num_new", [1, 2])
+@pytest.mark.parametrize(("problem", "told"), [("no such head dim", "AssertionError: no such head dim"), ("", "wrong result on cpu")])
+def test_a_trial_tells_what_fails_in_either_phase(num_new, problem, told):
+    pool = make_kv_pool(1, 1, 2, 16, 16, torch.float32, CPU)
+    table = torch.full((2, 4), pool.dummy_page, dtype=torch.int32)
+    assert why_not(FailsIn(pool, table, num_new, problem), 4) == told
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones():
     pool = make_kv_pool(1, 2, 1, 16, 8, torch.float32, CPU)
-    with pytest.raises(ConfigError, match=r"--attention-backend fastest: known are auto, .*torch"):
+    with pytest.raises(ConfigError, match=r"--attention-backend fastest: 'fastest' is unknown; known are auto, .*torch"):
         make_attention_backend("fastest", pool, torch.zeros(1, 1, dtype=torch.int32))
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
+from minisgl.core import make_batch
+from minisgl.engine import engine as engine_module
 from minisgl.engine.logprobs import compute_logprobs, read_back
-from minisgl.kernel.staging import Readback
+from minisgl.kernel.staging import Readback, Uploader
+from tests.engine.parity import tiny_engine
 
 
 def read(logits, tokens, num_top):
@@ -69,3 +73,31 @@ def test_pieces_of_unlike_widths_come_back_together_and_in_order():
 
 def test_nothing_is_read_where_nothing_is_wanted():
     assert read_back([], Readback(torch.device("cpu"))) is None
+
+
+def test_a_step_makes_as_many_uploads_for_a_long_prompt_s_log_probabilities_as_for_a_short_one_s(tiny_models, monkeypatch):
+    """Of those made behind the forward, a block is free when the step has been computed; the host would wait for it."""
+    uploads = []
+
+    class Counted(Uploader):
+        def __call__(self, *arrays):
+            uploads.append(arrays)
+            return super().__call__(*arrays)
+
+    monkeypatch.setattr(engine_module, "Uploader", Counted)
+    engine = tiny_engine(tiny_models("llama"), num_pages=80)
+    counts = []
+    for length in (10, 600):
+        positions, zero = np.arange(length, dtype=np.int32), np.zeros(1, dtype=np.int32)
+        columns = np.arange(-(-length // 16), dtype=np.int32)
+        arrays = {"slots": zero, "cached_lens": zero, "extend_lens": zero + length, "input_ids": positions % 50, "positions": positions}
+        arrays |= {"write_slots": positions, "sample_rows": zero, "table_updates": np.stack((columns * 0, columns, columns), axis=1)}
+        targets = np.stack((positions[:-1], positions[1:] % 50, positions[:-1] * 0 + 2), axis=1)
+        uploads.clear()
+        step = engine.submit(make_batch(0, (0,), arrays | {"prompt_targets": targets}))
+        counts.append(len(uploads))
+        step.read()
+        entries = step.read_logprobs().prompt
+        assert [entry.token_id for entry in entries] == (positions[1:] % 50).tolist()
+        assert all(len(entry.top_ids) == 2 for entry in entries)
+    assert counts[0] == counts[1] <= 6

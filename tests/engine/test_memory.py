@@ -81,9 +81,10 @@ class EngineOfOnePage:
 
     def __init__(self, act):
         self._act = act
+        self.sizes = []
 
     def submit(self, batch):
-        assert batch.num_tokens == 10
+        self.sizes.append((batch.num_rows, batch.num_tokens))
         self._act()
         return self
 
@@ -104,7 +105,12 @@ def test_the_largest_step_is_measured_with_what_the_allocator_does_not_know(monk
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 100)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: known[0])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free[0], 20_000))
-    assert measure_step(EngineOfOnePage(act), 10) == expected
+    engine = EngineOfOnePage(act)
+    assert measure_step(engine, 10, has_decode_step=False) == expected
+    assert engine.sizes == [(4, 10)]
+    known[0], free[0] = 100, 10_000
+    assert measure_step(engine, 10, has_decode_step=True) == 2 * expected
+    assert engine.sizes[1:] == [(4, 10), (4, 4)]
 
 
 def test_the_pool_is_zeroed_and_has_a_page_that_nobody_owns():
@@ -119,7 +125,7 @@ def test_the_pool_is_zeroed_and_has_a_page_that_nobody_owns():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"attention_backend": "fastest"}, "--attention-backend fastest: known are auto"),
+        ({"attention_backend": "fastest"}, "--attention-backend fastest: 'fastest' is unknown; known are auto"),
         ({"max_seq_len": 257}, "--max-seq-len 257: the model's context is 256 tokens"),
     ],
 )

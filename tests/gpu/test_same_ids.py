@@ -20,6 +20,8 @@ SETTINGS = {
     "no graphs": {"cuda_graph_max_bs": 0},
     "plain order": {"overlap": False},
     "torch attention": {"attention_backend": "torch"},
+    "torch for prefill": {"attention_backend": "torch,triton"},
+    "torch for decode": {"attention_backend": "triton,torch"},
     "7 tokens a step": {"max_extend_tokens": 7},
     "64 tokens a step, pages of 16": {"max_extend_tokens": 64, "page_size": 16},
     "pages of 1": {"page_size": 1},
@@ -236,3 +238,19 @@ def test_log_probabilities_never_wait_for_the_device_before_they_are_read():
     assert [list(entry.top_ids) for entry in entries[0]] == [
         exact[row].topk(count).indices.tolist() for row, count in enumerate([0, 5, 20, 1, 2, 0])
     ]
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_no_step_waits_for_the_device_but_to_read_what_it_sampled(tiny_models):
+    """Neither prefill nor decode, with log probabilities of tokens and prompts, filters and penalties. The first round compiles."""
+    prompts, _ = cases(tiny_models("llama"))
+    wanted = [SamplingParams(max_tokens=8, ignore_eos=True, logprobs=3, prompt_logprobs=2), *VARIED.values()]
+    params = [wanted[place % len(wanted)] for place in range(len(prompts))]
+    with cuda(tiny_models("llama"), cache_type="naive") as llm:
+        rounds = [ids_of(llm.generate(prompts, params, progress=False))]
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            rounds.append(ids_of(llm.generate(prompts, params, progress=False)))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert rounds[0] == rounds[1]

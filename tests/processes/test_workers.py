@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import subprocess
 
-from minisgl.processes import workers
 from minisgl.processes.workers import Worker
 
 
@@ -28,10 +27,9 @@ class Undying:
         raise subprocess.TimeoutExpired("child", timeout)
 
 
-def test_a_killed_process_that_does_not_go_is_told_of_and_not_waited_for(caplog, monkeypatch):
-    monkeypatch.setattr(workers, "KILLED_S", 0)
+def test_a_killed_process_that_does_not_go_is_told_of_and_not_waited_for(caplog):
     process = Undying()
     with caplog.at_level(logging.ERROR, logger="minisgl.processes.workers"):
-        Worker("scheduler", process, -1).end()
+        Worker("scheduler", process, -1).end(0)
     assert process.signals == ["KILL"]
     assert "the scheduler process (pid 1234) was killed and is still there" in caplog.text
