@@ -115,13 +115,13 @@ def _why_not(name: str, device: torch.device) -> str | None:
     import torch
 
     from minisgl.attention import make_attention_backend
-    from minisgl.attention.probe import why_not
+    from minisgl.attention.probe import TRIAL_PAGES, why_not
     from minisgl.kvcache.pool import make_kv_pool
 
     page_size, head_dim = (16, 64) if device.type == "cpu" else (64, 128)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     try:
-        pool = make_kv_pool(1, 1, 1, page_size, head_dim, dtype, device)
+        pool = make_kv_pool(1, TRIAL_PAGES, 1, page_size, head_dim, dtype, device)
         return why_not(make_attention_backend(name, pool, torch.zeros((2, 1), dtype=torch.int32, device=device)), 1)
     except Exception as error:  # whatever a library raises is what is to be reported
         return f"{type(error).__name__}: {error}"

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from minisgl.attention import BaseAttentionBackend, choose_attention_backends, make_attention_backend
-from minisgl.attention.probe import why_not
+from minisgl.attention.probe import TRIAL_PAGES, why_not
 from minisgl.core import Batch, Context, Int32Array
 from minisgl.distributed import Communicator, DistributedInfo, make_communicator
 from minisgl.distributed.groups import Groups, join_groups
@@ -341,7 +341,7 @@ def _try_attention(
     config: EngineConfig, model: ModelConfig, page_size: int, max_seq_len: int, dtype: torch.dtype, device: torch.device
 ) -> str:
     """The attention's description. Raises ConfigError, before anything is loaded, if it cannot run; a library is tried with this model."""
-    attention = _make_attention(config, model, 1, page_size, max_seq_len, dtype, device)
+    attention = _make_attention(config, model, TRIAL_PAGES, page_size, max_seq_len, dtype, device)
     if not {"torch", "triton"}.issuperset(choose_attention_backends(config.attention_backend, device.type)):
         problem = why_not(attention, model.attention.num_heads // config.tp_info.size)
         if problem is not None:

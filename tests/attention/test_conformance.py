@@ -16,7 +16,7 @@ from minisgl.attention import ATTENTION_BACKENDS, TorchAttention, choose_attenti
 from minisgl.attention.base import PhasedAttention
 from minisgl.attention.flash_backend import FlashAttention, load_flash_attention
 from minisgl.attention.flashinfer_backend import FlashInferAttention, load_flashinfer
-from minisgl.attention.probe import why_not
+from minisgl.attention.probe import TRIAL_PAGES, why_not
 from minisgl.errors import ConfigError
 from minisgl.kernel import reference
 from minisgl.kvcache.pool import make_kv_pool
@@ -396,7 +396,7 @@ def test_pages_that_flash_attention_would_read_whole_are_refused():
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("name", ["torch", *MODULES, *PAIRS])
 def test_a_trial_finds_nothing_wrong_with_a_backend_that_works(name, page_size):
-    pool = make_kv_pool(1, 1, 2, page_size, 16, torch.float32, CPU)
+    pool = make_kv_pool(1, TRIAL_PAGES, 2, page_size, 16, torch.float32, CPU)
     assert why_not(make_backend(name, pool, torch.full((2, 4), pool.dummy_page, dtype=torch.int32)), 4) is None
 
 
@@ -416,7 +416,7 @@ class FailsIn(TorchAttention):
 @pytest.mark.parametrize("num_new", [1, 2])
 @pytest.mark.parametrize(("problem", "told"), [("no such head dim", "AssertionError: no such head dim"), ("", "wrong result on cpu")])
 def test_a_trial_tells_what_fails_in_either_phase(num_new, problem, told):
-    pool = make_kv_pool(1, 1, 2, 16, 16, torch.float32, CPU)
+    pool = make_kv_pool(1, TRIAL_PAGES, 2, 16, 16, torch.float32, CPU)
     table = torch.full((2, 4), pool.dummy_page, dtype=torch.int32)
     assert why_not(FailsIn(pool, table, num_new, problem), 4) == told
 
