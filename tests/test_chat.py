@@ -304,6 +304,7 @@ def test_a_history_that_cannot_be_kept_is_told_and_does_without(server, tmp_path
 # On a terminal, with our own server and with a model in the process.
 
 
+@pytest.mark.slow  # by default the server is a scripted one
 def test_our_own_server_stops_refuses_and_dies_without_ending_the_conversation(tmp_path, state):
     with server_process(write_byte_model(tmp_path / "model"), FAKE_CONTEXT="5000") as server:
         server.wait_until_ready()

@@ -53,7 +53,7 @@ def records(path):
 # What was recorded comes out again
 
 
-@pytest.mark.parametrize("is_overlapped", [False, True], ids=["plain", "overlapped"])
+@pytest.mark.parametrize("is_overlapped", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "overlapped"])
 def test_random_work_is_replayed_to_the_last_digest(tmp_path, is_overlapped):
     num_retractions = num_aborts = num_evictions = 0
     for seed in range(40):

@@ -12,6 +12,7 @@ from tests.engine.parity import Expected, differences, run, tiny_engine, top5_er
 from tests.tools.plan import Planner
 from tests.tools.tiny_models import NAMES
 
+slow = pytest.mark.slow
 NUM_STEPS = 64
 """Steps of the reference runs."""
 SHORT_CASES = range(5)
@@ -39,30 +40,30 @@ def test_the_reference_run_is_whole(expected):
     assert 0 < expected.noise < 1e-4
 
 
-@pytest.mark.parametrize(("budget", "num_steps"), [(64, NUM_STEPS), (8192, 16)])
+@pytest.mark.parametrize(("budget", "num_steps"), [(64, 20), (8192, 16), pytest.param(64, NUM_STEPS, marks=slow)])
 def test_all_prompts_together(engine, expected, budget, num_steps):
     assert list(differences(expected, run(engine, expected.prompts, num_steps, budget))) == []
 
 
-@pytest.mark.parametrize("budget", [1, 7])
+@pytest.mark.parametrize("budget", [pytest.param(1, marks=slow), 7])
 def test_prompts_in_small_pieces_beside_running_ones(engine, expected, budget):
     prompts = [expected.prompts[case] for case in SHORT_CASES]
     assert list(differences(expected, run(engine, prompts, 16, budget))) == []
 
 
-@pytest.mark.parametrize("case", range(6))
+@pytest.mark.parametrize("case", [0, *(pytest.param(case, marks=slow) for case in range(1, 5)), 5])
 def test_a_prompt_alone(engine, expected, case):
     assert list(differences(expected, run(engine, [expected.prompts[case]], 12), [case])) == []
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("case", range(6))
 @pytest.mark.parametrize("budget", [1, 7, 64, 8192])
 def test_a_prompt_alone_to_its_end(engine, expected, case, budget):
     assert list(differences(expected, run(engine, [expected.prompts[case]], NUM_STEPS, budget), [case])) == []
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("budget", [1, 7])
 @pytest.mark.parametrize("page_size", [1, 64])
 def test_all_prompts_in_small_pieces_and_other_pages(model_dir, expected, budget, page_size):
@@ -102,7 +103,7 @@ def test_a_reused_slot_and_its_pages_leave_no_trace(engine, expected):
     assert list(differences(expected, second, [1])) == []
 
 
-@pytest.mark.parametrize(("dtype", "largest"), [("bfloat16", 0.2), ("float16", 0.025)])
+@pytest.mark.parametrize(("dtype", "largest"), [("bfloat16", 0.2), pytest.param("float16", 0.025, marks=slow)])
 def test_half_precision_stays_near_the_reference(model_dir, expected, dtype, largest):
     """Ids may differ after a near tie, so each step is fed the reference's token and its logits are compared."""
     engine = tiny_engine(model_dir, dtype=dtype)
@@ -112,7 +113,7 @@ def test_half_precision_stays_near_the_reference(model_dir, expected, dtype, lar
     assert min(float(error.median()) for error in errors) > 100 * expected.noise, "this was float32"
 
 
-@pytest.mark.parametrize("budget", [7, 64])
+@pytest.mark.parametrize("budget", [pytest.param(7, marks=slow), 64])
 def test_through_the_scheduler(model_dir, expected, budget):
     prompts = expected.prompts if budget > 7 else expected.prompts[:3]
     with LLM(model_path=str(model_dir), device="cpu", num_pages=128, max_extend_tokens=budget, max_running_req=8) as llm:
@@ -161,7 +162,7 @@ def test_the_embedded_model_gives_transformers_ids(embedded_model):
     assert outputs == list(EMBEDDED_START)
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.timeout(600)
 def test_the_embedded_model_gives_transformers_ids_for_long(embedded_model):
     prompts, outputs = embedded_runs(embedded_model, EMBEDDED_PROMPTS, 96)

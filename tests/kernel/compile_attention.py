@@ -8,8 +8,10 @@ recorder stands in the kernel's place and compiles what it is called with.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import struct
 import subprocess
 import sys
 import tempfile
@@ -30,6 +32,7 @@ TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 SHARED_BYTES = {86: 99 * 1024, 90: 227 * 1024}
 """What a program may take on a GPU of that kind."""
+INSTRUCTION_BYTES = 16
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -65,21 +68,46 @@ class Recorder:
         self.compiled = triton.compile(source, target=GPUTarget("cuda", self.arch, 32), options=options)
 
 
-def run(tool, *flags, cubin):
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+def run(tool, *flags, content):
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(content)
         file.flush()
         return subprocess.run([BIN / tool, *flags, file.name], capture_output=True, text=True, check=True).stdout
 
 
-def facts(compiled):
-    """What the test asserts: resources and the instructions that count."""
-    usage = run("cuobjdump", "-res-usage", cubin=compiled.asm["cubin"])
-    sass = run("cuobjdump", "-sass", cubin=compiled.asm["cubin"])
-    words = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)", sass, re.MULTILINE)
-    counts = {name: sum(w.split(".")[0] == name for w in words) for name in ("HGMMA", "HMMA", "LDGSTS", "UTMALDG", "LDG", "STL", "LDL")}
-    registers, stack = (int(re.search(rf"{name}:(\d+)", usage).group(1)) for name in ("REG", "STACK"))
-    return {**counts, "registers": registers, "stack": stack, "shared_bytes": compiled.metadata.shared, "instructions": len(words)}
+def code_of(cubin):
+    """The instructions of the one kernel of an ELF file."""
+    (table,), (size, count, names) = struct.unpack_from("<Q", cubin, 0x28), struct.unpack_from("<3H", cubin, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, table + size * number) for number in range(count)]
+    (found,) = [header for header in headers if cubin.startswith(b".text.", headers[names][4] + header[0])]
+    return cubin[found[4] : found[4] + found[5]]
+
+
+def disassemble(cubins, arch):
+    """The names of the instructions of each. All in one run, for the disassembler takes most of a second to start."""
+    codes = [code_of(cubin) for cubin in cubins]
+    sass = run("nvdisasm", "-ndf", "--binary", f"SM{arch}{'a' * (arch == 90)}", content=b"".join(codes))
+    words = iter(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)", sass, re.MULTILINE))
+    found = [list(itertools.islice(words, len(code) // INSTRUCTION_BYTES)) for code in codes]
+    assert [len(each) * INSTRUCTION_BYTES for each in found] == [len(code) for code in codes]
+    assert next(words, None) is None
+    return found
+
+
+def usage_of(cubin):
+    """Registers of a thread, and bytes of its stack."""
+    usage = run("cuobjdump", "-res-usage", content=cubin)
+    return {key: int(re.search(rf"{name}:(\d+)", usage).group(1)) for key, name in (("registers", "REG"), ("stack", "STACK"))}
+
+
+def facts(compiled, arch=90):
+    """What the test asserts of each: resources and the instructions that count."""
+    cubins = [each.asm["cubin"] for each in compiled]
+    found = []
+    for each, cubin, words in zip(compiled, cubins, disassemble(cubins, arch), strict=True):
+        counts = {name: sum(w.split(".")[0] == name for w in words) for name in ("HGMMA", "HMMA", "LDGSTS", "UTMALDG", "LDG", "STL", "LDL")}
+        found.append({**counts, **usage_of(cubin), "shared_bytes": each.metadata.shared, "instructions": len(words)})
+    return found
 
 
 def compile_decode(arch, num_heads, num_kv_heads, head_dim, page_size, num_rows, dtype=torch.bfloat16, config=None):
@@ -91,7 +119,7 @@ def compile_decode(arch, num_heads, num_kv_heads, head_dim, page_size, num_rows,
     work = decode.DecodeWork(numbers, numbers, numbers, torch.zeros(8, 2, dtype=torch.int32), numbers[:1])
     partials = decode.make_partials(8, 4, num_kv_heads, num_heads // num_kv_heads, head_dim, q.device)
     decode.decode_attention(q, pool, pool, torch.zeros(4, 8, dtype=torch.int32), work, partials, None, config)
-    return facts(recorder.compiled)
+    return recorder.compiled
 
 
 def compile_form(arch, form, *numbers):
@@ -107,7 +135,7 @@ def compile_prefill(arch, num_heads, num_kv_heads, head_dim, page_size, dtype=to
     rows = prefill.PrefillRows(*(torch.zeros(1, dtype=torch.int32) for _ in range(4)))
     tiles = torch.from_numpy(prefill.plan_prefill(*lens, config.block_m))
     prefill.prefill_attention(q, pool, pool, torch.zeros(4, 8, dtype=torch.int32), rows, tiles, None, config)
-    return facts(recorder.compiled)
+    return recorder.compiled
 
 
 KERNELS = {"decode": decode._decode_kernel, "prefill": prefill._prefill_kernel}
@@ -120,10 +148,14 @@ def value_of(word):
 
 
 def main():
+    compiled = {}
     for case in sys.argv[1:]:
         kind, *words = case.split(",")
         kind, _, arch = kind.partition("@")
-        sys.stdout.write(json.dumps({"case": case, **COMPILERS[kind](int(arch or 90), *map(value_of, words))}) + "\n")
+        compiled.setdefault(int(arch or 90), {})[case] = COMPILERS[kind](int(arch or 90), *map(value_of, words))
+    for arch, cases in compiled.items():
+        for case, found in zip(cases, facts(list(cases.values()), arch), strict=True):
+            sys.stdout.write(json.dumps({"case": case, **found}) + "\n")
 
 
 if __name__ == "__main__":

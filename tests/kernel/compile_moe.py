@@ -21,18 +21,15 @@ TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class EachLaunch(Recorder):
-    """Keeps the facts of every launch, in order. `known`: those of a program that was looked at before."""
+    """Keeps what every launch compiled, and its threads, in order."""
 
-    def __init__(self, kernel, known):
+    def __init__(self, kernel):
         super().__init__(kernel, 90)
-        self.found, self.known = [], known
+        self.found = []
 
     def launch(self, *args, **constants):
         super().launch(*args, **constants)
-        cubin = self.compiled.asm["cubin"]
-        if cubin not in self.known:
-            self.known[cubin] = {"threads": 32 * constants["num_warps"], **facts(self.compiled)}
-        self.found.append(self.known[cubin])
+        self.found.append((self.compiled, 32 * constants["num_warps"]))
 
 
 KERNELS = {name: getattr(moe, name) for name in NAMES}
@@ -43,8 +40,8 @@ def tensor(*shape, dtype):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def compile_layer(known, tokens, dtype, hidden=2048, width=768, num_experts=128, num_chosen=8):
-    recorders = {name: EachLaunch(kernel, known) for name, kernel in KERNELS.items()}
+def compile_layer(tokens, dtype, hidden=2048, width=768, num_experts=128, num_chosen=8):
+    recorders = {name: EachLaunch(kernel) for name, kernel in KERNELS.items()}
     for name, recorder in recorders.items():
         setattr(moe, name, recorder)
     x, logits = tensor(tokens, hidden, dtype=dtype), tensor(tokens, num_experts, dtype=dtype)
@@ -56,10 +53,18 @@ def compile_layer(known, tokens, dtype, hidden=2048, width=768, num_experts=128,
 
 
 def main():
-    known = {}
+    launches = {}
     for case in sys.argv[1:]:
         tokens, dtype, *sizes = case.split(",")
-        sys.stdout.write(json.dumps({"case": case, **compile_layer(known, int(tokens), TYPES[dtype], *map(int, sizes))}) + "\n")
+        for kernel, launch in compile_layer(int(tokens), TYPES[dtype], *map(int, sizes)).items():
+            launches[case, kernel] = launch
+    reports = {}
+    for (case, kernel), (_, threads), found in zip(
+        launches, launches.values(), facts([each for each, _ in launches.values()]), strict=True
+    ):
+        reports.setdefault(case, {"case": case})[kernel] = {"threads": threads, **found}
+    for report in reports.values():
+        sys.stdout.write(json.dumps(report) + "\n")
 
 
 if __name__ == "__main__":

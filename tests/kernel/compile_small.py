@@ -6,6 +6,7 @@ recorder stands in the kernel's place and compiles what it is called with.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -18,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from minisgl.kernel.gpu import activation, adjust, filter, inputs, norm, rope, sampling
-from tests.kernel.compile_attention import TYPES, run
+from tests.kernel.compile_attention import TYPES, disassemble, usage_of
 
 VOCAB_SIZE, NUM_IDS = 151_936, 151_669
 
@@ -60,16 +61,6 @@ class Recorder:
             source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps, "launch_pdl": launch_pdl, **options}
         )
 
-    def report(self, name):
-        """Resources, and instructions by name and width."""
-        usage = run("cuobjdump", "-res-usage", cubin=self.compiled.asm["cubin"])
-        sass = run("cuobjdump", "-sass", cubin=self.compiled.asm["cubin"])
-        words = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z0-9_.]+)", sass, re.MULTILINE)
-        registers, stack = (int(re.search(rf"{field}:(\d+)", usage).group(1)) for field in ("REG", "STACK"))
-        counts = Counter(word for word in words if re.match(r"LDG|STG|LDL|STL|MUFU|ATOM", word))
-        line = json.dumps({"name": name, "registers": registers, "stack": stack, "instructions": len(words), **counts})
-        sys.stdout.write(line + "\n")
-
 
 def tensor(*shape, dtype=torch.bfloat16):
     return torch.empty(shape, dtype=dtype)
@@ -79,21 +70,21 @@ def compile_model(name, model):
     recorder = Recorder(norm, "_rms_norm_kernel")
     x, gain = tensor(4, model.hidden), tensor(model.hidden)
     norm.rms_norm(x, gain, 1e-6)
-    recorder.report(f"rms_norm {name}")
+    yield f"rms_norm {name}", recorder.compiled
     norm.add_rms_norm(x, x, gain, 1e-6)
-    recorder.report(f"add_rms_norm {name}")
+    yield f"add_rms_norm {name}", recorder.compiled
     norm._rms_norm_kernel = recorder.kernel
 
     recorder = Recorder(activation, "_silu_mul_kernel")
     activation.silu_mul(tensor(4, 2 * model.intermediate))
-    recorder.report(f"silu_mul {name}")
+    yield f"silu_mul {name}", recorder.compiled
     activation._silu_mul_kernel = recorder.kernel
 
     recorder = Recorder(rope, "_rope_and_store_kernel")
     qkv, angles = tensor(4, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim), tensor(4, model.head_dim // 2)
     pool, gain = tensor(2, model.num_kv_heads, 64, model.head_dim), tensor(model.head_dim)
     rope.rope_and_store(qkv, angles, angles, (gain, gain, 1e-6), pool, pool, tensor(4, dtype=torch.int32))
-    recorder.report(f"rope_and_store {name}")
+    yield f"rope_and_store {name}", recorder.compiled
     rope._rope_and_store_kernel = recorder.kernel
 
 
@@ -105,8 +96,8 @@ def compile_others(recorder, workspace):
     filters = filter.Filters(numbers, floats, numbers, floats, floats)
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         sampling.resample(tokens, tensor(4, VOCAB_SIZE, dtype=dtype), numbers, numbers, filters, seeds, NUM_IDS, workspace)
-        recorder.report(f"resample {name}")
-        limits_recorder.report(f"limits {name}")
+        yield f"resample {name}", recorder.compiled
+        yield f"limits {name}", limits_recorder.compiled
 
     adjust_recorder, bias_recorder, note_recorder = (Recorder(adjust, f"_{name}_kernel") for name in ("adjust", "bias", "note"))
     wishes = adjust.Wishes(numbers, floats, floats, floats, numbers, numbers)
@@ -114,9 +105,9 @@ def compile_others(recorder, workspace):
     said = adjust.Said(tensor(5, -(-NUM_IDS // 16) * 16, dtype=torch.int32), *biases)
     adjust.adjust(tensor(4, VOCAB_SIZE), numbers, numbers, wishes, said)
     adjust.note(said.tokens, numbers, tokens)
-    adjust_recorder.report("adjust")
-    bias_recorder.report("bias")
-    note_recorder.report("note")
+    yield "adjust", adjust_recorder.compiled
+    yield "bias", bias_recorder.compiled
+    yield "note", note_recorder.compiled
 
 
 def compile_common():
@@ -124,21 +115,29 @@ def compile_common():
     slots, seeds = tensor(4, dtype=torch.int32), tensor(4, dtype=torch.int64)
     workspace = sampling.make_workspace(4, NUM_IDS, torch.device("cpu"))
     sampling.sample(tensor(4, VOCAB_SIZE), tensor(4, dtype=torch.float32), seeds, slots, NUM_IDS, workspace, slots)
-    recorder.report("sample")
-    compile_others(recorder, workspace)
+    yield "sample", recorder.compiled
+    yield from compile_others(recorder, workspace)
 
     recorder = Recorder(inputs, "_decode_inputs_kernel")
     inputs.decode_inputs(tensor(6, 256, dtype=torch.int32), seeds, 4)
-    recorder.report("decode_inputs")
+    yield "decode_inputs", recorder.compiled
     recorder = Recorder(inputs, "_update_page_table_kernel")
     inputs.update_page_table(tensor(8, 640, dtype=torch.int32), tensor(256, 3, dtype=torch.int32), slots)
-    recorder.report("update_page_table")
+    yield "update_page_table", recorder.compiled
     recorder = Recorder(inputs, "_remember_kernel")
     inputs.remember(seeds, slots, seeds)
-    recorder.report("remember")
+    yield "remember", recorder.compiled
+
+
+def main():
+    """Resources, and instructions by name and width."""
+    models = itertools.chain.from_iterable(itertools.starmap(compile_model, MODELS.items()))
+    compiled = {name: each.asm["cubin"] for name, each in itertools.chain(models, compile_common())}
+    cubins = list(compiled.values())
+    for name, cubin, words in zip(compiled, cubins, disassemble(cubins, 90), strict=True):
+        counts = Counter(word for word in words if re.match(r"LDG|STG|LDL|STL|MUFU|ATOM", word))
+        sys.stdout.write(json.dumps({"name": name, **usage_of(cubin), "instructions": len(words), **counts}) + "\n")
 
 
 if __name__ == "__main__":
-    for key, value in MODELS.items():
-        compile_model(key, value)
-    compile_common()
+    main()

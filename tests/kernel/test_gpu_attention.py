@@ -40,6 +40,18 @@ TOLERANCES = {torch.float32: 3e-6, torch.bfloat16: 1e-2}
 """Largest error allowed, relative to the largest value of the exact result."""
 HOPPER_BYTES, SMALL_BYTES = 227 * 1024, 99 * 1024
 """Shared memory that a program may take: on sm_90, and on sm_86, sm_89 and sm_120."""
+slow = pytest.mark.slow
+PAGES_AND_TYPES = [
+    pytest.param(page_size, dtype, id=f"{dtype}-{page_size}", marks=() if is_default else slow)
+    for page_size, dtype, is_default in (
+        (1, torch.float32, False),
+        (16, torch.float32, True),
+        (64, torch.float32, False),
+        (1, torch.bfloat16, True),
+        (16, torch.bfloat16, False),
+        (64, torch.bfloat16, True),
+    )
+]
 SMALL = DecodeConfig(block_n=16, num_stages=2, num_warps=4, programs_per_sm=4, chunk=32)
 
 
@@ -132,8 +144,7 @@ LENGTHS = [0, 129, 31, 32, 63, 6]
 """cached tokens: from one chunk to five, ends on, before and after a boundary"""
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(("page_size", "dtype"), PAGES_AND_TYPES)
 def test_decode_over_pages_of_any_size(device, page_size, dtype):
     case = make_case(device, LENGTHS, [1] * 6, page_size=page_size, dtype=dtype)
     out, exact = decode(case), case.exact()
@@ -160,7 +171,9 @@ def test_decode_as_it_is_configured(device, dtype):
 
 
 @pytest.mark.parametrize("form", [form for form in get_args(Form) if form != "masked"])
-@pytest.mark.parametrize(("group", "dtype"), [(1, torch.float32), (5, torch.float32), (2, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize(
+    ("group", "dtype"), [pytest.param(1, torch.float32, marks=slow), pytest.param(5, torch.float32, marks=slow), (2, torch.bfloat16)]
+)
 def test_every_form_of_the_loop(device, form, group, dtype):
     case = make_case(device, LENGTHS, [1] * 6, heads=(2 * group, 2), page_size=32, dtype=dtype)
     config = replace(SMALL, form=form)
@@ -188,7 +201,7 @@ def test_what_cannot_be_cut_into_tiles_is_configured_as_masked(num_rows, dtype):
         assert decode_config(head_dim, dtype, num_rows, 64).form != "masked"
 
 
-@pytest.mark.parametrize("head_dim", [80, 96, 100, 120])
+@pytest.mark.parametrize("head_dim", [80, pytest.param(96, marks=slow), 100, pytest.param(120, marks=slow)])
 def test_head_dims_that_are_no_power_of_two_in_half_types(device, head_dim):
     case = make_case(device, [300, 5], [1, 1], heads=(2, 1), head_dim=head_dim, page_size=64, dtype=torch.bfloat16)
     for num_rows in (FEW_ROWS, FEW_ROWS + 1):
@@ -264,8 +277,7 @@ def prefill(case, config):
     return out
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 64])
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize(("page_size", "dtype"), PAGES_AND_TYPES)
 def test_prefill_over_pages_of_any_size(device, page_size, dtype):
     case = make_case(device, [0, 37, 70, 15], [50, 1, 33, 1], heads=(2, 1), page_size=page_size, dtype=dtype)
     exact = case.exact()
@@ -298,7 +310,7 @@ def test_tiles_cover_every_token_once_and_those_with_most_keys_come_first():
     assert tiles.dtype == np.int32
 
 
-OFTEN = [f"decode,40,8,128,64,{rows}" for rows in (FEW_ROWS, FEW_ROWS + 1, 256)] + ["prefill,40,8,128,64"]
+OFTEN = [f"decode,40,8,128,64,{FEW_ROWS}", "decode,40,8,128,64,256", "prefill,40,8,128,64"]
 SHIPPED = [f"decode,{heads},8,{dim},64,{rows}" for heads in (16, 24, 40) for dim in (64, 128) for rows in (FEW_ROWS, FEW_ROWS + 1)]
 FORMS = {
     "form,split,32,3,4,4": "LDGSTS",
@@ -308,8 +320,8 @@ FORMS = {
     "form,swapped,64,3,2,3": "UTMALDG",
 }
 """block_n, stages, warps, programs -> how K and V are fetched"""
-SHIPPED += ["decode,16,8,128,64,256", "prefill,16,8,64,64"]
-SHIPPED = [*OFTEN, *(pytest.param(case, marks=pytest.mark.slow) for case in SHIPPED if case not in OFTEN)]
+SHIPPED += ["decode,40,8,128,64,256", "prefill,40,8,128,64", "decode,16,8,128,64,256", "prefill,16,8,64,64"]
+SHIPPED = [*OFTEN, *(pytest.param(case, marks=slow) for case in SHIPPED if case not in OFTEN)]
 SHIPPED_86 = ["prefill@86,16,8,256,64", "prefill@86,16,8,256,64,float32", f"decode@86,16,8,256,64,{FEW_ROWS}"]
 """What comes near the shared memory that there is."""
 
@@ -353,14 +365,14 @@ def test_compiled_for_sm_90(compiled, case):
         assert facts["registers"] * 32 * config.num_warps * config.programs_per_sm <= 65_536
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("case", SHIPPED_86)
 def test_compiled_for_sm_86_it_fits_the_shared_memory(compiled_for_86, case):
     assert compiled_for_86[case]["shared_bytes"] <= SMALL_BYTES
     assert compiled_for_86[case]["stack"] <= 128
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize(("case", "instruction"), FORMS.items())
 def test_forms_compiled_for_sm_90(compiled, case, instruction):
     facts, (warps, programs) = compiled[case], map(int, case.split(",")[-2:])

@@ -91,7 +91,7 @@ def test_one_wish_alone_and_beside_a_simple_request(device, name):
         assert found == expected
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)])
 def test_half_precision_logits_are_adjusted_in_fp32(device, dtype):
     rng = random.Random(5)
     both = Both(device, 5)

@@ -17,7 +17,7 @@ PAGE_SIZES = [1, 2, 16, 64]
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_radix_equals_its_twin(page_size: int) -> None:
-    run(lambda size: make_prefix_cache("radix", size), page_size, num_sequences=100)
+    run(lambda size: make_prefix_cache("radix", size), page_size, num_sequences=40)
 
 
 @pytest.mark.slow
@@ -69,9 +69,9 @@ def load_radix_with(old: str, new: str, monkeypatch: pytest.MonkeyPatch) -> Call
     return module.RadixPrefixCache
 
 
-def find_bug(make_cache: Callable[[int], BasePrefixCache]) -> Exception | None:
+def find_bug(make_cache: Callable[[int], BasePrefixCache], num_sequences: int = 100) -> Exception | None:
     try:
-        run(make_cache, page_size=2, num_sequences=100, shrink=False)
+        run(make_cache, page_size=2, num_sequences=num_sequences, shrink=False)
     except Exception as error:  # a planted bug may show as anything
         return error
     return None
@@ -79,7 +79,7 @@ def find_bug(make_cache: Callable[[int], BasePrefixCache]) -> Exception | None:
 
 def test_the_loaded_source_itself_has_no_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     passage = "class RadixPrefixCache("
-    assert find_bug(load_radix_with(passage, passage, monkeypatch)) is None
+    assert find_bug(load_radix_with(passage, passage, monkeypatch), num_sequences=20) is None
 
 
 @pytest.mark.parametrize("name", PLANTED_BUGS)

@@ -239,6 +239,7 @@ def test_a_stream_that_is_closed_early_ends_on_the_ranks(pair):
 # ---- the end ----------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # tests/llm/test_stopped_ranks.py loses a rank by default, and tests/server/test_rank_faults.py kills one
 def test_a_rank_that_is_killed_ends_every_request_with_the_cause(make_ranks):
     made = make_ranks()
     llm = made.llm

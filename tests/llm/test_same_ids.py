@@ -76,7 +76,14 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+LATER = ("in another object", "planned ahead", "not planned ahead")
+"""Left to the slow tests: the others vary the same things, and more."""
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(settings, id=name, marks=pytest.mark.slow if name in LATER else ()) for name, settings in SETTINGS.items()],
+)
 def test_with_other_settings(settings, make_llm, solo):
     assert run(make_llm(**settings), load=2) == solo
 
@@ -96,7 +103,7 @@ def test_after_a_restart(tiny_models, solo):
     assert json.loads(ended.stdout) == solo
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_after_retractions(overlap, make_llm, solo):
     """A pool of 80 tokens, and room is kept for one token of output only."""
     llm = make_llm(num_pages=20, page_size=4, reserve_tokens=1, overlap=overlap)
@@ -104,7 +111,7 @@ def test_after_retractions(overlap, make_llm, solo):
     assert llm.scheduler.num_retractions >= 3
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_what_was_said_counts_after_a_retraction(overlap, llm, make_llm):
     """The younger request yields in the middle of an output that lives from what it has said."""
     older = (ids(20, 6), SamplingParams(ignore_eos=True, max_tokens=40))

@@ -1,8 +1,8 @@
 """One rank with a fake engine, for `test_agreement.py`, and the faults that may be planted in it.
 
-Arguments: fault ("" for none), rank, number of ranks, suffix, rendezvous file, result file. Serves until an ExitMsg or until it differs
-from rank 0, and writes what it did as JSON; rank 0 records beside it. A line on its standard input makes it write its last steps,
-whatever it is doing.
+It is a fork of a process that has imported this module (tests/tools/fork_server.py). Arguments of `main`: fault ("" for none), rank,
+number of ranks, suffix, rendezvous file, result file. Serves until an ExitMsg or until it differs from rank 0, and writes what it did as
+JSON; rank 0 records beside it. A line on its standard input makes it write its last steps, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -113,6 +113,8 @@ def change_one_page():
 
 
 def main(fault, rank, size, suffix, rendezvous, result):
+    faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
+    rank, size = int(rank), int(size)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
     config = SchedulerConfig(
@@ -151,9 +153,3 @@ def main(fault, rank, size, suffix, rendezvous, result):
     if outcome.get("diverged"):
         threading.Event().wait()  # the others are asked for their side; the test ends all
     os._exit(0)  # the groups' threads make an ordinary exit abort at times
-
-
-if __name__ == "__main__":
-    faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
-    fault, rank, size, suffix, rendezvous, result = sys.argv[1:]
-    main(fault, int(rank), int(size), suffix, rendezvous, result)

@@ -1,6 +1,7 @@
 """One rank of the tests of the IO layer: a program that `test_io.py` starts, as other people's code would drive the mixin.
 
-Arguments: mode, rank, number of ranks, suffix, rendezvous file, result file. Writes what it heard as JSON and ends by itself.
+It is a fork of a process that has imported this module (tests/tools/fork_server.py). Arguments of `main`: mode, rank, number of ranks,
+suffix, rendezvous file, result file. Writes what it heard as JSON and ends by itself.
 """
 
 from __future__ import annotations
@@ -93,20 +94,18 @@ def miss_barrier(config):
     return {"error": error}
 
 
-def main(mode: str, rank: int, size: int, suffix: str, rendezvous: str, result: str) -> None:
+def main(mode: str, rank: str, size: str, suffix: str, rendezvous: str, result: str) -> None:
+    faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size)
-    config = SchedulerConfig(model_path="unused", tp_info=DistributedInfo(rank, size), dtype=torch.float32, _unique_suffix=suffix)
+    tp_info = DistributedInfo(int(rank), int(size))
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=tp_info.rank, world_size=tp_info.size)
+    config = SchedulerConfig(model_path="unused", tp_info=tp_info, dtype=torch.float32, _unique_suffix=suffix)
     if mode == "lack subscribers":
         outcome = lack_subscribers(config)
     elif mode == "miss barrier":
         outcome = miss_barrier(config)
+    elif mode == "list modules":
+        outcome = {"modules": list(sys.modules)}
     else:
         outcome = listen(config, replies=mode == "answer")
     Path(result).write_text(json.dumps(outcome))
-
-
-if __name__ == "__main__":
-    faulthandler.dump_traceback_later(DEADLINE_S, exit=True)
-    mode, rank, size, suffix, rendezvous, result = sys.argv[1:]
-    main(mode, int(rank), int(size), suffix, rendezvous, result)

@@ -7,12 +7,9 @@ import os
 import random
 import secrets
 import signal
-import subprocess
-import sys
 import threading
 import time
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import pytest
@@ -37,38 +34,44 @@ from minisgl.scheduler.io import SchedulerIOMixin
 from minisgl.utils import ZmqPullQueue, ZmqPushQueue, run_directory
 from minisgl.utils.heartbeat import Heart, make_heartbeat_file
 from tests.scheduler.fake_engine import LIMITS, FakeEngine, make
+from tests.tools.fork_server import fork_server
 
-ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120.0
 VOCAB_SIZE = LIMITS.vocab_size
 
 
-class Ranks:
-    """The rank processes of one test. They are children of the test and nobody else's."""
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory):
+    """Where the even and the odd ranks are forked: strings have other hashes on those than on these."""
+    with ExitStack() as stack:
+        settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        yield [
+            stack.enter_context(
+                fork_server(
+                    "tests.scheduler.agreement_rank", tmp_path_factory.mktemp(f"rank{rank}"), PYTHONHASHSEED=str(rank + 1), **settings
+                )
+            )
+            for rank in range(2)
+        ]
 
-    def __init__(self, fault, size, directory):
+
+class Ranks:
+    """The rank processes of one test. They are the test's and nobody else's."""
+
+    def __init__(self, servers, fault, size, directory):
         self.suffix = f"test-{secrets.token_hex(6)}"
         self.results = [directory / f"{self.suffix}.{rank}" for rank in range(size)]
         self.processes = []
         for rank, result in enumerate(self.results):
-            words = ["tests.scheduler.agreement_rank", fault, str(rank), str(size), self.suffix, str(directory / "rendezvous"), str(result)]
-            settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONHASHSEED": str(rank + 1)}
-            process = subprocess.Popen(
-                [sys.executable, "-m", *words],
-                cwd=ROOT,
-                env={**os.environ, **settings},
-                stdin=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            self.processes.append(process)
+            words = [fault, str(rank), str(size), self.suffix, str(directory / "rendezvous"), str(result)]
+            self.processes.append(servers[rank % 2].start(*words))
 
     def wait_for(self, path, rank):
         """Wait until the file is there; fail with what the rank has said if it ends without."""
         deadline = time.monotonic() + DEADLINE_S
         while not path.exists():
             has_ended = self.processes[rank].poll() is not None
-            assert not has_ended or path.exists(), f"rank {rank} ended:\n{self.processes[rank].stderr.read()}"
+            assert not has_ended or path.exists(), f"rank {rank} ended:\n{self.processes[rank].errors()}"
             assert time.monotonic() < deadline, f"rank {rank} has not written {path.name}"
             threading.Event().wait(0.01)
 
@@ -80,21 +83,19 @@ class Ranks:
         """Ask for them; the ranks that differ have written theirs already."""
         if not steps_path(self.suffix, rank).exists():
             self.processes[rank].stdin.write("write\n")
-            self.processes[rank].stdin.flush()
             self.wait_for(self.results[rank].with_name(f"{self.results[rank].name}.asked"), rank)
         return {step["step"]: step for step in json.loads(steps_path(self.suffix, rank).read_text())["steps"]}
 
     def clean_up(self):
         for process in self.processes:
             process.kill()
-            process.communicate()
         for path in (*run_directory().glob(f"{self.suffix}.*"), *run_directory().glob(f"diverged-{self.suffix}.*")):
             path.unlink()
 
 
 @contextmanager
-def running(fault, size, directory):
-    ranks = Ranks(fault, size, directory)
+def running(servers, fault, size, directory):
+    ranks = Ranks(servers, fault, size, directory)
     config = SchedulerConfig(model_path="unused", _unique_suffix=ranks.suffix)
     try:
         with (
@@ -131,9 +132,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_rank_that_differs_is_caught_at_the_step_that_shows_it_and_named_with_both_values(fault, tmp_path):
+def test_a_rank_that_differs_is_caught_at_the_step_that_shows_it_and_named_with_both_values(servers, fault, tmp_path):
     draw = random.Random(1)
-    with running(fault, 2, tmp_path) as (ranks, push, _):
+    with running(servers, fault, 2, tmp_path) as (ranks, push, _):
         requests = [
             user_msg(uid, draw.choices(range(VOCAB_SIZE), k=5 + uid), max_tokens=40, ignore_eos=True, temperature=0.0) for uid in range(8)
         ]
@@ -157,16 +158,21 @@ def test_a_rank_that_differs_is_caught_at_the_step_that_shows_it_and_named_with_
 # Nothing to report
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+SIZES = [(4, 100), pytest.param(2, 700, marks=pytest.mark.slow), pytest.param(4, 700, marks=pytest.mark.slow)]
+"""Ranks and requests; of these 700 come to 2,000 steps"""
+
+
+@pytest.mark.parametrize(("size", "num_requests"), SIZES)
 @pytest.mark.timeout(300)
-def test_2000_random_steps_are_planned_alike_on_every_rank_and_replayed_also_if_one_was_stopped(size, tmp_path):
+def test_random_steps_are_planned_alike_on_every_rank_and_replayed_also_if_one_was_stopped(servers, size, num_requests, tmp_path):
     draw = random.Random(size)
     stems = [draw.choices(range(VOCAB_SIZE), k=40) for _ in range(4)]
-    with running("", size, tmp_path) as (ranks, push, pull):
+    most_stops = -(-num_requests // 140)
+    with running(servers, "", size, tmp_path) as (ranks, push, pull):
         pids = [process.pid for process in ranks.processes]
         num_sent, open_uids, num_stops, num_aborts = 0, set(), 0, 0
-        while num_sent < 700 or open_uids:
-            while num_sent < 700 and len(open_uids) < 14:
+        while num_sent < num_requests or open_uids:
+            while num_sent < num_requests and len(open_uids) < 14:
                 messages = []
                 for _ in range(draw.choice((1, 1, 2, 5))):
                     stem = draw.choice(stems)[: draw.choice((0, 4, 8, 40))]
@@ -180,7 +186,7 @@ def test_2000_random_steps_are_planned_alike_on_every_rank_and_replayed_also_if_
                     open_uids.discard(uid)
                     num_aborts += 1
                 push.put(BatchBackendMsg(messages))
-            if num_stops < 5 and num_sent > 100 * (num_stops + 1):
+            if num_stops < most_stops and num_sent > num_requests * (num_stops + 1) // (most_stops + 1):
                 num_stops += 1
                 os.kill(pids[size - 1], signal.SIGSTOP)
                 threading.Timer(0.3, os.kill, (pids[size - 1], signal.SIGCONT)).start()
@@ -188,18 +194,18 @@ def test_2000_random_steps_are_planned_alike_on_every_rank_and_replayed_also_if_
         push.put(ExitMsg())
         results = [ranks.result(rank) for rank in range(size)]
     assert results == [results[0]] * size
-    assert results[0]["num_steps"] >= 2000
+    assert results[0]["num_steps"] >= num_requests * 20 // 7
     assert results[0]["num_retractions"] > 0
-    assert (num_stops, num_aborts > 20) == (5, True)
+    assert (num_stops, num_aborts > num_requests // 35) == (most_stops, True)
     outcome = replay(tmp_path / "recording")
     assert (outcome.difference, outcome.is_complete, outcome.num_ranks) == (None, True, size)
     assert outcome.num_steps == results[0]["num_steps"]
 
 
 @pytest.mark.timeout(300)
-def test_5000_messages_behind_a_slow_follower_are_all_heard(tmp_path):
+def test_5000_messages_behind_a_slow_follower_are_all_heard(servers, tmp_path):
     num_messages = 5000
-    with running("loose", 2, tmp_path) as (ranks, push, pull):
+    with running(servers, "loose", 2, tmp_path) as (ranks, push, pull):
         push.put(user_msg(0, [1, 2], max_tokens=1))
         assert endings(pull) == [0]
         slow = ranks.processes[1].pid

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import random
 import secrets
-import subprocess
-import sys
 from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,10 +26,9 @@ from minisgl.message import (
 )
 from minisgl.scheduler import SchedulerConfig, SchedulerIOMixin
 from minisgl.utils import ZmqPullQueue, ZmqPushQueue, run_directory, wait_any
+from tests.tools.fork_server import fork_server
 
 DEADLINE_S = 110.0
-PROGRAM = Path(__file__).with_name("io_rank.py")
-ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 BAD_FRAMES = (b"", b"\0", b"\xff" * 31, pickle.dumps({"uid": 1}), BaseTokenizerMsg.encoder(DetokenizeMsg(uid=1, next_token=2)))
@@ -223,33 +218,36 @@ def test_offline_without_its_two_ends_says_what_is_missing():
 # Several ranks
 
 
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """Where ranks are forked."""
+    with fork_server("tests.scheduler.io_rank", tmp_path_factory.mktemp("ranks"), **SETTINGS) as server:
+        yield server
+
+
 class Ranks:
     """The rank processes of one test, and what they wrote."""
 
-    def __init__(self, mode, size, directory):
+    def __init__(self, server, mode, size, directory):
         self.config = make_config()
         self.results = [directory / f"{self.config._unique_suffix}.{rank}" for rank in range(size)]
         rendezvous = str(directory / f"{self.config._unique_suffix}.rendezvous")
-        self.processes = []
-        for rank, result in enumerate(self.results):
-            command = [sys.executable, str(PROGRAM), mode, str(rank), str(size), self.config._unique_suffix, rendezvous, str(result)]
-            self.processes.append(
-                subprocess.Popen(
-                    command, cwd=ROOT, env={**os.environ, **SETTINGS}, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-                )
-            )
+        self.processes = [
+            server.start(mode, str(rank), str(size), self.config._unique_suffix, rendezvous, str(result))
+            for rank, result in enumerate(self.results)
+        ]
 
     def wait(self):
-        """What each rank wrote, when all have ended well."""
-        outputs = [process.communicate(timeout=DEADLINE_S)[1] for process in self.processes]
-        for rank, (process, errors) in enumerate(zip(self.processes, outputs, strict=True)):
-            assert process.returncode == 0, f"rank {rank} ended with {process.returncode}:\n{errors}"
+        """What each rank wrote, when all have ended well. From now on none hears anything on its standard input."""
+        for rank, process in enumerate(self.processes):
+            process.stdin.close()
+            code = process.wait(DEADLINE_S)
+            assert code == 0, f"rank {rank} ended with {code}:\n{process.errors()}"
         return [json.loads(result.read_text()) for result in self.results]
 
     def kill(self):
         for process in self.processes:
             process.kill()
-            process.communicate()
         for path in self.files():
             path.unlink()
 
@@ -259,8 +257,8 @@ class Ranks:
 
 
 @contextmanager
-def running(mode, size, directory):
-    ranks = Ranks(mode, size, directory)
+def running(server, mode, size, directory):
+    ranks = Ranks(server, mode, size, directory)
     try:
         yield ranks
     finally:
@@ -291,14 +289,14 @@ def check_all_heard_the_same(results, sent):
     assert all(heard for blocking, heard in results[0]["calls"] if blocking)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_500_messages_in_bursts_reach_every_rank_byte_for_byte_and_are_answered_once(size, tmp_path):
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
+def test_500_messages_in_bursts_reach_every_rank_byte_for_byte_and_are_answered_once(server, size, tmp_path):
     rng = random.Random(size)
     frames = make_frames(rng, 500)
     exit_frame = BaseBackendMsg.encoder(ExitMsg())
     answered = []
     with (
-        running("answer", size, tmp_path) as ranks,
+        running(server, "answer", size, tmp_path) as ranks,
         push_to(ranks.config) as push,
         pull_replies(ranks.config) as pull,
     ):
@@ -328,35 +326,35 @@ def answers(pull):
     return uids(reply.data if isinstance(reply, BatchTokenizerMsg) else [reply])
 
 
-def run_with_constructor_barrier_and_receive_only(size, directory, seed):
+def run_with_constructor_barrier_and_receive_only(server, size, directory, seed):
     """Nothing but the public contract, and messages that are on their way before any rank exists."""
     frames = [*make_frames(random.Random(seed), 20), BaseBackendMsg.encoder(ExitMsg())]
-    with running("listen", size, directory) as ranks, push_to(ranks.config) as push:
+    with running(server, "listen", size, directory) as ranks, push_to(ranks.config) as push:
         for frame in frames:
             push.put_raw(frame)
         results = ranks.wait()
     check_all_heard_the_same(results, frames)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_constructor_barrier_and_receive_are_all_that_is_needed(size, tmp_path):
-    run_with_constructor_barrier_and_receive_only(size, tmp_path, size)
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
+def test_constructor_barrier_and_receive_are_all_that_is_needed(server, size, tmp_path):
+    run_with_constructor_barrier_and_receive_only(server, size, tmp_path, size)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("size", [2, 4])
-def test_50_starts_never_hang(size, tmp_path):
+def test_50_starts_never_hang(server, size, tmp_path):
     for run in range(50):
-        run_with_constructor_barrier_and_receive_only(size, tmp_path, run)
+        run_with_constructor_barrier_and_receive_only(server, size, tmp_path, run)
 
 
-def test_frames_that_hold_no_message_are_dropped_by_all_ranks_alike(tmp_path):
+def test_frames_that_hold_no_message_are_dropped_by_all_ranks_alike(server, tmp_path):
     frames = [*BAD_FRAMES, BaseBackendMsg.encoder(user_msg(1))]
     for uid, frame in enumerate(BAD_FRAMES):
         frames += [frame, BaseBackendMsg.encoder(AbortBackendMsg(uid=uid)), frame]
     frames.append(BaseBackendMsg.encoder(ExitMsg()))
-    with running("listen", 3, tmp_path) as ranks, push_to(ranks.config) as push:
+    with running(server, "listen", 3, tmp_path) as ranks, push_to(ranks.config) as push:
         for frame in frames:
             push.put_raw(frame)
         results = ranks.wait()
@@ -365,13 +363,13 @@ def test_frames_that_hold_no_message_are_dropped_by_all_ranks_alike(tmp_path):
     assert heard == [frame.hex() for frame in frames if frame not in BAD_FRAMES]
 
 
-def test_rank_0_says_how_many_subscribed_when_some_do_not_come(tmp_path):
-    with running("lack subscribers", 2, tmp_path) as ranks:
+def test_rank_0_says_how_many_subscribed_when_some_do_not_come(server, tmp_path):
+    with running(server, "lack subscribers", 2, tmp_path) as ranks:
         assert "0 of 1 subscribers" in ranks.wait()[0]["error"]
 
 
-def test_the_barrier_names_the_ranks_that_are_missing(tmp_path):
-    with running("miss barrier", 4, tmp_path) as ranks:
+def test_the_barrier_names_the_ranks_that_are_missing(server, tmp_path):
+    with running(server, "miss barrier", 4, tmp_path) as ranks:
         ranks.processes[0].wait(DEADLINE_S)
         error = ranks.wait()[0]["error"]
     assert "1, 3" in error
@@ -393,12 +391,17 @@ def test_a_group_that_is_not_the_ranks_is_refused(tmp_path):
         dist.destroy_process_group()
 
 
-def test_importing_the_io_layer_loads_no_model_code_and_no_transformers():
-    program = """
-import sys
-import minisgl.scheduler.io
-heavy = ("minisgl.models", "minisgl.layers", "minisgl.engine.engine", "minisgl.attention", "minisgl.scheduler.scheduler", "transformers")
-print([name for name in sys.modules if name.startswith(heavy)])
-"""
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
-    assert result.stdout.strip() == "[]"
+def test_importing_the_io_layer_loads_no_model_code_and_no_transformers(server, tmp_path):
+    """A rank of these tests imports the IO layer and little else."""
+    heavy = (
+        "minisgl.models",
+        "minisgl.layers",
+        "minisgl.engine.engine",
+        "minisgl.attention",
+        "minisgl.scheduler.scheduler",
+        "transformers",
+    )
+    with running(server, "list modules", 1, tmp_path) as ranks:
+        modules = ranks.wait()[0]["modules"]
+    assert "minisgl.scheduler.io" in modules
+    assert [name for name in modules if name.startswith(heavy)] == []

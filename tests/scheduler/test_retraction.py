@@ -109,9 +109,9 @@ def test_hundreds_yield_in_one_turn() -> None:
         check_solo(client, engine.limits)
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", [pytest.param(1, marks=pytest.mark.slow), 16])
 def test_tiny_llama_in_a_tight_pool_says_what_it_says_alone(page_size: int, tiny_models: TinyModels) -> None:
-    longest, num_new = 80, 40
+    longest, num_new = 80, 24
     num_pages = int(1.2 * longest) // page_size
     config = SchedulerConfig(
         model_path=str(tiny_models("llama")), device="cpu", page_size=page_size, num_pages=num_pages, max_seq_len=longest, max_running_req=8

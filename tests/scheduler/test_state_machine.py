@@ -24,6 +24,8 @@ from minisgl.scheduler.table import RequestTable
 from tests.scheduler.machine import Workload, draw_shape, run_seed
 
 RANDOMS = st.randoms(use_true_random=False)
+NUM_SEEDS = 200
+"""random sequences by default; the others are slow"""
 
 
 @pytest.fixture(autouse=True)
@@ -32,23 +34,27 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)
 
 
-@pytest.mark.parametrize("start", range(0, 2000, 250))
-def test_random_work_ends_as_it_does_alone(start: int) -> None:
-    for seed in range(start, start + 250):
-        run_seed(seed)
+@pytest.fixture(scope="module")
+def works() -> list[Workload]:
+    """The random work of the first seeds, each done to its end."""
+    return [run_seed(seed) for seed in range(NUM_SEEDS)]
+
+
+def test_random_work_ends_as_it_does_alone(works: list[Workload]) -> None:
+    assert len(works) == NUM_SEEDS
+    assert all(work.scheduler.is_idle for work in works)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("start", range(2000, 102_000, 10_000))
+@pytest.mark.parametrize("start", [NUM_SEEDS, *range(2000, 102_000, 10_000)])
 def test_random_work_ends_as_it_does_alone_for_long(start: int) -> None:
-    for seed in range(start, start + 10_000):
+    for seed in range(start, start + 10_000 if start >= 2000 else 2000):
         run_seed(seed)
 
 
-def test_the_random_work_is_work() -> None:
+def test_the_random_work_is_work(works: list[Workload]) -> None:
     """Retractions, prefix hits, evictions, discarded rows, chunks and refused uids do occur."""
-    works = [run_seed(seed) for seed in range(200)]
     clients = [(work, client) for work in works for client in work.scheduler.clients]
     batches = [batch for work in works for batch in work.engine.batches]
     assert sum(work.scheduler.num_retractions for work in works) > 20
@@ -87,9 +93,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.work.drain()
 
 
-def test_hypothesis_finds_nothing() -> None:
+@pytest.mark.parametrize("num_examples", [12, pytest.param(80, marks=pytest.mark.slow)])
+def test_hypothesis_finds_nothing(num_examples: int) -> None:
     options = settings(
-        max_examples=80,
+        max_examples=num_examples,
         stateful_step_count=25,
         deadline=None,
         derandomize=True,

@@ -88,6 +88,7 @@ def test_another_token_on_one_rank_ends_the_server_with_both_values(engine, byte
         assert check_token_difference(server) > 2
 
 
+@pytest.mark.slow
 def test_another_token_in_the_trial_keeps_the_server_from_being_ready(byte_model):
     with faulty_server(byte_model, "token:1") as server:
         assert server.wait_for_exit(START_S) == 1
@@ -108,7 +109,7 @@ def test_a_rank_that_has_not_heard_the_only_request_says_so_while_it_waits(byte_
         assert server.leaves_nothing_behind()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_recording_of_a_server_replays_with_its_trial_and_its_aborts(ranks, byte_model, tmp_path):
     path = tmp_path / "recording"
     with faulty_server(byte_model, "", tp=ranks, record=str(path)) as server, ThreadPoolExecutor(4) as threads:
@@ -126,6 +127,7 @@ def test_a_recording_of_a_server_replays_with_its_trial_and_its_aborts(ranks, by
     assert outcome.num_steps >= 52
 
 
+@pytest.mark.slow  # tests/test_replay.py breaks recordings off anywhere
 def test_the_recording_of_a_killed_rank_replays_up_to_its_end(byte_model, tmp_path):
     path = tmp_path / "recording"
     with faulty_server(byte_model, "", record=str(path)) as server, ThreadPoolExecutor(1) as thread:

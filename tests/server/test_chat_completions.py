@@ -371,14 +371,14 @@ def test_a_slow_reader_gets_fewer_and_longer_pieces():
         request = server.scheduler.hear_request()
         text = "x" * 10_000
         # More than the sockets between us hold, while nobody reads.
-        for _ in range(10):
+        for _ in range(5):
             server.scheduler.send(BatchTokenizerMsg([DetokenizeMsg(request.uid, token) for token in text.encode()]))
         server.scheduler.end(request.uid)
         chunks, is_done = events(response.iter_lines())
     assert is_done
     texts = [c["choices"][0]["delta"].get("content", "") for c in chunks]
-    assert len("".join(texts)) == 100_000
-    assert len(texts) < 60_000
+    assert len("".join(texts)) == 50_000
+    assert len(texts) < 30_000
 
 
 def test_before_all_processes_are_ready_requests_are_a_503():

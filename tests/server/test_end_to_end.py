@@ -19,6 +19,7 @@ MESSAGES = [{"role": "user", "content": "Tell me about the sea."}]
 SETTINGS = {"num_pages": 64, "max_seq_len": 256}
 
 
+@pytest.mark.slow  # tests/server/test_real_model.py and tests/server/test_ranks_http.py compare by default
 def test_http_answers_are_the_offline_ones_and_ctrl_c_leaves_nothing_behind(tiny_models):
     model = str(tiny_models("llama"))
     with LLM(model, **SETTINGS) as llm:

@@ -111,14 +111,14 @@ def client(running):
         yield client
 
 
-def status_within(client, path, status, seconds):
-    """Poll until the route answers with this status, each time at once."""
+def status_within(client, path, status, seconds, prompt_s=PROMPT_S):
+    """Poll until the route answers with this status, each time within `prompt_s`."""
     start = time.monotonic()
 
     def answers():
         asked = time.monotonic()
         found = client.get(path).status_code
-        assert time.monotonic() - asked < PROMPT_S
+        assert time.monotonic() - asked < prompt_s
         return found == status
 
     return wait_until(answers, seconds - (time.monotonic() - start))
@@ -144,7 +144,7 @@ def load(client):
 
 
 CASES = [
-    pytest.param("tokenizer", False, id="tokenizer, idle"),
+    pytest.param("tokenizer", False, id="tokenizer, idle", marks=pytest.mark.slow),
     pytest.param("scheduler", True, id="scheduler, under load"),
     pytest.param("tokenizer", True, id="tokenizer, under load", marks=pytest.mark.slow),
     pytest.param("scheduler", False, id="scheduler, idle", marks=pytest.mark.slow),
@@ -286,7 +286,7 @@ def post_elsewhere(url, route, content):
 HUGE_CASES = [
     pytest.param("/v1/completions", (b'{"max_tokens":1,"prompt":"', b"x", b'"}', 5_000_000), 200, id="5 MB"),
     pytest.param("/v1/completions", (b'{"max_tokens":1,"prompt":"', b"x", b'"}'), 200, id="16 MB", marks=pytest.mark.slow),
-    pytest.param("/tokenize", (b'{"prompt":"', b"1,", b'"}', 5_000_000), 200, id="only ids"),
+    pytest.param("/tokenize", (b'{"prompt":"', b"1,", b'"}', 2_500_000), 200, id="only ids"),
     pytest.param("/tokenize", (b'{"prompt":"', b"x", b'"}'), 200, id="16 MB, only ids", marks=pytest.mark.slow),
     pytest.param("/detokenize", (b'{"tokens":[', b"97,", b"97]}", 3_000_000), 200, id="only text", marks=pytest.mark.slow),
     pytest.param("/detokenize", (b'{"tokens":[', b"97,", b"97]}"), 413, id="16 MB of ids"),
@@ -317,7 +317,7 @@ def test_a_prompt_that_can_never_fit_is_refused_untokenized(tmp_path):
     with server_process(write_byte_model(tmp_path / "model"), FAKE_CONTEXT="1000") as server:
         server.wait_until_ready()
         with httpx.Client(base_url=server.url, timeout=END_S) as client, ThreadPoolExecutor(1) as thread:
-            for _ in range(3):
+            for _ in range(2):
                 huge = thread.submit(httpx.post, f"{server.url}/v1/completions", json={"prompt": "x" * 16_000_000}, timeout=END_S)
                 assert slowest_health(client, huge) < PROMPT_S
                 assert (huge.result().status_code, huge.result().json()["error"]["code"]) == (413, "request_too_large")

@@ -19,10 +19,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.server.server_process import END_S, server_process, wait_until, write_byte_model
+from tests.server.server_process import END_S, START_S, server_process, wait_until, write_byte_model
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="reads /proc")
 
+slow = pytest.mark.slow
 BODY = {"messages": [{"role": "user", "content": "Hello"}]}
 
 
@@ -31,10 +32,21 @@ def model_dir(tmp_path_factory):
     return write_byte_model(tmp_path_factory.mktemp("byte-model"))
 
 
+OPTIONS = {"drain_timeout": 0.3, "served_model_name": "shop/clerk"}
+
+
 @pytest.fixture
 def running(model_dir):
     """A server that does not wait long for requests that go on and on."""
-    with server_process(model_dir, options={"drain_timeout": 0.3, "served_model_name": "shop/clerk"}) as server:
+    with server_process(model_dir, options=OPTIONS) as server:
+        server.wait_until_ready()
+        yield server
+
+
+@pytest.fixture(scope="module")
+def lasting(model_dir):
+    """Shared by the tests that leave it as it was."""
+    with server_process(model_dir, options=OPTIONS) as server:
         server.wait_until_ready()
         yield server
 
@@ -84,24 +96,31 @@ def has_ended_with_an_error(streams, plains):
     return True
 
 
-def test_a_server_says_what_it_is_and_answers(running):
-    answer = httpx.post(f"{running.url}/v1/chat/completions", json={**BODY, "max_tokens": 3}, timeout=END_S)
+def test_a_server_says_what_it_is_and_answers(lasting):
+    answer = httpx.post(f"{lasting.url}/v1/chat/completions", json={**BODY, "max_tokens": 3}, timeout=END_S)
     assert answer.json()["choices"][0] == {
         "index": 0,
         "message": {"role": "assistant", "content": "xxx", "refusal": None},
         "logprobs": None,
         "finish_reason": "length",
     }
-    assert httpx.get(f"{running.url}/v1/models").json()["data"][0]["id"] == answer.json()["model"] == "shop/clerk"
-    assert running.said[0] == "minisgl serves shop/clerk"
-    assert {"  drain_timeout = 0.3", "  page_size = 0", "  ranks = 1"} <= set(running.said)
-    assert [name for name in ("api", "tokenizer", "scheduler") if not re.search(rf"\d s  {name}: ", "\n".join(running.said))] == []
+    assert httpx.get(f"{lasting.url}/v1/models").json()["data"][0]["id"] == answer.json()["model"] == "shop/clerk"
+    assert lasting.said[0] == "minisgl serves shop/clerk"
+    assert {"  drain_timeout = 0.3", "  page_size = 0", "  ranks = 1"} <= set(lasting.said)
+    assert [name for name in ("api", "tokenizer", "scheduler") if not re.search(rf"\d s  {name}: ", "\n".join(lasting.said))] == []
     for name in ("api", "tokenizer"):
-        assert "libtorch" not in Path(f"/proc/{running.children[name]}/maps").read_text()
+        assert "libtorch" not in Path(f"/proc/{lasting.children[name]}/maps").read_text()
 
 
-@pytest.mark.parametrize("is_group", [False, True], ids=["to the launcher", "to the whole group"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "is_group"),
+    [
+        pytest.param(signal.SIGINT, True, id="2-to the whole group"),
+        pytest.param(signal.SIGINT, False, id="2-to the launcher", marks=slow),
+        pytest.param(signal.SIGTERM, False, id="15-to the launcher", marks=slow),
+        pytest.param(signal.SIGTERM, True, id="15-to the whole group", marks=slow),
+    ],
+)
 def test_a_signal_under_load_leaves_nothing_behind(running, number, is_group):
     with requests_in_flight(running.url) as futures:
         if is_group:
@@ -127,7 +146,7 @@ def test_an_upload_that_has_not_ended_is_told_that_the_server_stops(running):
     assert "Traceback" not in running.stderr
 
 
-@pytest.mark.slow
+@slow
 def test_a_stopped_api_does_not_keep_the_server_for_longer_than_ten_seconds(model_dir):
     with server_process(model_dir, options={"drain_timeout": 5}) as server:
         server.wait_until_ready()
@@ -139,26 +158,27 @@ def test_a_stopped_api_does_not_keep_the_server_for_longer_than_ten_seconds(mode
         assert server.leaves_nothing_behind()
 
 
-def refusal(url):
+def refusal(url, client=httpx):
     """Why a new request is refused now; "" if it is not."""
-    response = httpx.post(f"{url}/v1/chat/completions", json={**BODY, "max_tokens": 1}, timeout=END_S)
+    response = client.post(f"{url}/v1/chat/completions", json={**BODY, "max_tokens": 1}, timeout=END_S)
     return response.json()["error"]["code"] if response.status_code == 503 else ""
 
 
 def test_sigterm_lets_running_requests_end_and_refuses_new_ones(model_dir):
-    with server_process(model_dir, options={"drain_timeout": 60}) as server, ThreadPoolExecutor(1) as thread:
+    """The one request runs for two seconds, in which all else is asked over one connection."""
+    with server_process(model_dir, options={"drain_timeout": 60}) as server, ThreadPoolExecutor(1) as thread, httpx.Client() as client:
         server.wait_until_ready()
         long = thread.submit(httpx.post, f"{server.url}/v1/chat/completions", json={**BODY, "max_tokens": 400}, timeout=30)
-        assert wait_until(lambda: httpx.get(f"{server.url}/health/progress").json()["num_requests"] == 1)
+        assert wait_until(lambda: client.get(f"{server.url}/health/progress").json()["num_requests"] == 1)
         server.process.send_signal(signal.SIGTERM)
-        assert wait_until(lambda: refusal(server.url) == "draining")
-        assert [httpx.get(f"{server.url}/health{path}").status_code for path in ("", "/ready")] == [200, 503]
+        assert wait_until(lambda: refusal(server.url, client) == "draining")
+        assert [client.get(f"{server.url}/health{path}").status_code for path in ("", "/ready")] == [200, 503]
         assert long.result(END_S).json()["usage"]["completion_tokens"] == 400
         assert server.wait_for_exit() == 128 + signal.SIGTERM
         assert server.leaves_nothing_behind()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=slow), signal.SIGTERM])
 def test_a_second_signal_ends_the_drain_at_once(model_dir, number):
     with server_process(model_dir, options={"drain_timeout": 60}) as server:
         server.wait_until_ready()
@@ -183,12 +203,12 @@ def test_a_worker_that_dies_during_the_drain_ends_the_server(model_dir):
         assert server.leaves_nothing_behind()
 
 
-def test_a_second_server_of_the_same_name_is_refused_and_the_first_goes_on(running, model_dir):
-    with server_process(model_dir, suffix=running.suffix) as second:
-        assert second.wait_for_exit() == 1
+def test_a_second_server_of_the_same_name_is_refused_and_the_first_goes_on(lasting, model_dir):
+    with server_process(model_dir, suffix=lasting.suffix) as second:
+        assert second.wait_for_exit(START_S) == 1
         assert "a live server listens on" in second.stderr
-    assert refusal(running.url) == ""
-    assert len(running.sockets()) == 3
+    assert refusal(lasting.url) == ""
+    assert len(lasting.sockets()) == 3
 
 
 def test_a_killed_launcher_leaves_nothing_behind(running):
@@ -205,7 +225,7 @@ def says_who_died(server, name):
     return f"the {name} process (pid {server.children[name]}) died: it was ended by SIGKILL" in server.stderr
 
 
-@pytest.mark.parametrize("name", ["scheduler", "tokenizer"])
+@pytest.mark.parametrize("name", [pytest.param("scheduler", marks=slow), "tokenizer"])
 def test_a_killed_worker_ends_the_server_and_every_request(running, name):
     with requests_in_flight(running.url) as futures:
         os.kill(running.children[name], signal.SIGKILL)
@@ -213,13 +233,13 @@ def test_a_killed_worker_ends_the_server_and_every_request(running, name):
     assert says_who_died(running, name)
 
 
-@pytest.mark.parametrize("name", ["api", *(pytest.param(name, marks=pytest.mark.slow) for name in ("tokenizer", "scheduler"))])
+@pytest.mark.parametrize("name", ["api", *(pytest.param(name, marks=slow) for name in ("tokenizer", "scheduler"))])
 def test_a_killed_worker_ends_an_idle_server(running, name):
     os.kill(running.children[name], signal.SIGKILL)
     assert says_who_died(running, name)
 
 
-@pytest.mark.slow
+@slow
 def test_a_killed_api_breaks_all_connections_off(running):
     with requests_in_flight(running.url) as (streams, plains):
         os.kill(running.children["api"], signal.SIGKILL)
@@ -236,7 +256,7 @@ def test_a_second_ctrl_c_ends_a_server_that_hangs(running):
         os.kill(running.children[name], signal.SIGSTOP)
     start = time.monotonic()
     running.process.send_signal(signal.SIGINT)
-    assert wait_until(lambda: not is_port_open(running.url) or time.monotonic() - start > 0.2)
+    assert wait_until(lambda: not is_port_open(running.url) or time.monotonic() - start > 0.5)
     running.process.send_signal(signal.SIGINT)
     assert running.wait_for_exit() == 130
     assert running.leaves_nothing_behind()
@@ -254,7 +274,7 @@ def is_port_open(url):
     [
         ("refuse", "the scheduler process failed: the weights are of cheese"),
         ("bug", "the scheduler process failed: ZeroDivisionError: a bug while loading"),
-        ("vanish", "died: it was ended by SIGKILL"),
+        pytest.param("vanish", "died: it was ended by SIGKILL", marks=slow),
     ],
 )
 def test_a_scheduler_that_dies_while_loading_ends_the_server_with_the_cause(model_dir, how, cause):
@@ -265,7 +285,7 @@ def test_a_scheduler_that_dies_while_loading_ends_the_server_with_the_cause(mode
         assert server.leaves_nothing_behind()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, *(pytest.param(number, marks=slow) for number in (signal.SIGTERM, signal.SIGKILL))])
 def test_a_signal_while_loading_leaves_nothing_behind(model_dir, number):
     with server_process(model_dir, FAKE_SCHEDULER="hang") as server:
         assert wait_until(lambda: len(server.sockets()) == 2, 30)  # the API's and the tokenizer's
@@ -286,11 +306,11 @@ def test_a_broken_tokenizer_ends_the_server_with_the_cause(model_dir, tmp_path):
         assert server.leaves_nothing_behind()
 
 
-def test_two_servers_run_side_by_side(running, model_dir):
+def test_two_servers_run_side_by_side(lasting, model_dir):
     with server_process(model_dir) as second:
         second.wait_until_ready()
-        assert second.url != running.url
-        assert [httpx.get(f"{url}/health").status_code for url in (running.url, second.url)] == [200, 200]
+        assert second.url != lasting.url
+        assert [httpx.get(f"{url}/health").status_code for url in (lasting.url, second.url)] == [200, 200]
 
 
 def serve(*words):
@@ -311,8 +331,8 @@ def test_a_busy_port_is_told_at_once(model_dir):
     [
         (["/no/such/model"], "/no/such/model"),
         (["--port", "70000"], "port: 70000 found"),
-        (["--page-size", "-1"], "--page-size"),
-        (["a", "--model", "b"], "name one model"),
+        pytest.param(["--page-size", "-1"], "--page-size", marks=slow),
+        pytest.param(["a", "--model", "b"], "name one model", marks=slow),
         (["--host", "256.1.1.1"], "cannot listen on 256.1.1.1"),
     ],
 )

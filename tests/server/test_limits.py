@@ -284,7 +284,7 @@ def test_a_client_that_reads_slowly_gets_everything():
     with local_server(options=options) as server, connect(server, 65536) as client:
         client.sendall(post("/v1/chat/completions", body))
         uid = server.scheduler.hear_request().uid
-        server.scheduler.say_scored(uid, "x" * 1500, 20)
+        server.scheduler.say_scored(uid, "x" * 1000, 20)
         server.scheduler.end(uid)
         start, blocks = time.monotonic(), []
         while block := client.recv(200_000, socket.MSG_WAITALL):

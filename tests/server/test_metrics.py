@@ -256,7 +256,7 @@ def test_where_pages_are_short_retractions_are_counted_and_the_queue_once():
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="reads /proc")
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_whole_server_tells_exact_numbers_at_rest(ranks, tmp_path):
     model = write_byte_model(tmp_path / "bytes")
     body = {"prompt": "The same beginning, twice.", "max_tokens": 6, "ignore_eos": True, "temperature": 0}

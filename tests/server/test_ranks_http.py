@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="r
 
 slow = pytest.mark.slow
 NUM_REQUESTS = (1, 2, 3, 8, 32)
-MOST_BY_DEFAULT = 8
+MOST_BY_DEFAULT = 3
 SPREAD_S = 0.5
 """All requests of a burst arrive within so many seconds."""
 NUM_SEEDED = 8

@@ -33,9 +33,10 @@ def send(url, **body):
     return client
 
 
+@pytest.mark.slow  # by default tests/server/test_limits.py has one such client
 @pytest.mark.parametrize(
     ("max_tokens", "step_s", "num_answers"),
-    [(100, 0.02, 3), pytest.param(8000, 0.02, 100, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
+    [(100, 0.02, 3), pytest.param(8000, 0.02, 100, marks=pytest.mark.timeout(900))],
 )
 def test_200_clients_that_read_a_byte_a_second_cost_bounded_memory_and_their_neighbours_nothing(tmp_path, max_tokens, step_s, num_answers):
     with server_process(write_byte_model(tmp_path / "model"), FAKE_STEP_S=str(step_s)) as server, contextlib.ExitStack() as stack:

@@ -19,6 +19,7 @@ from tests.server.test_lifecycle import has_ended_with_an_error, requests_in_fli
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="reads /proc")
 
+# Other tests keep the cores busy meanwhile, so no answer is expected within the half second of tests/server/test_health.py.
 OPTIONS = {"num_tokenizer": 2, "step_timeout": 0.3, "drain_timeout": 0.3}
 NAMES = ("tokenizer 1", "tokenizer 2", "detokenizer")
 slow = pytest.mark.slow
@@ -83,7 +84,7 @@ def progress(client):
 @pytest.mark.parametrize("num_clients", [1, pytest.param(4, marks=slow)])
 def test_a_client_that_leaves_while_its_prompt_is_tokenized_never_reaches_the_scheduler(running, client, num_clients):
     before = progress(client)["num_steps"]
-    leaving = [begin(running, "x" * 5_000_000, max_tokens=STUCK, stream=True) for _ in range(num_clients)]
+    leaving = [begin(running, "x" * 2_000_000, max_tokens=STUCK, stream=True) for _ in range(num_clients)]
     assert wait_until(lambda: progress(client)["num_requests"] == num_clients)
     for each in leaving:
         each.settimeout(0.2 / num_clients)
@@ -92,8 +93,8 @@ def test_a_client_that_leaves_while_its_prompt_is_tokenized_never_reaches_the_sc
         each.close()
     assert wait_until(lambda: progress(client)["num_requests"] == 0)
     with ThreadPoolExecutor(2) as threads:  # each gets one of these, for they are longer, and has then done what was left behind
-        later = [threads.submit(client.post, "/tokenize", json={"prompt": "y" * 5_500_000}, timeout=60) for _ in range(2)]
-        assert [future.result().json()["count"] for future in later] == [5_500_000] * 2
+        later = [threads.submit(client.post, "/tokenize", json={"prompt": "y" * 2_200_000}, timeout=60) for _ in range(2)]
+        assert [future.result().json()["count"] for future in later] == [2_200_000] * 2
     assert progress(client)["num_steps"] == before
     assert client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}).json()["usage"]["completion_tokens"] == 2
 
@@ -117,12 +118,12 @@ def test_a_stopped_one_shows_in_health_until_it_goes_on_and_loses_nothing(runnin
         with stopped(running, name):
             if is_loaded:
                 answers = [threads.submit(httpx.post, f"{running.url}/v1/completions", json=body, timeout=30) for _ in range(4)]
-            assert status_within(client, "/health", 503, SEEN_S)
+            assert status_within(client, "/health", 503, SEEN_S, END_S)
             error = client.get("/health").json()["error"]
             assert (error["code"], f"the {name} process" in error["message"]) == ("worker_silent", True)
             if name != "detokenizer":
                 assert all(next(lines) is not None for _ in range(100))
-        assert status_within(client, "/health", 200, SEEN_S)
+        assert status_within(client, "/health", 200, SEEN_S, END_S)
         assert [future.result().json()["usage"]["completion_tokens"] for future in answers] == [2] * len(answers)
         assert all(next(lines) is not None for _ in range(100))
     assert wait_until(lambda: progress(client)["num_requests"] == 0)
@@ -143,6 +144,7 @@ def test_a_killed_one_ends_an_idle_server(mortal, name):
     assert says_who_died(mortal, name)
 
 
+@slow
 def test_a_killed_launcher_leaves_nothing_behind(mortal):
     assert len(mortal.sockets()) == 5
     with requests_in_flight(mortal.url) as futures:
@@ -151,6 +153,7 @@ def test_a_killed_launcher_leaves_nothing_behind(mortal):
     assert mortal.leaves_nothing_behind()
 
 
+@slow
 def test_a_broken_tokenizer_ends_the_server_with_the_cause(tmp_path):
     broken = write_byte_model(tmp_path / "broken")
     (broken / "tokenizer.json").write_text("{")
@@ -160,10 +163,11 @@ def test_a_broken_tokenizer_ends_the_server_with_the_cause(tmp_path):
         assert server.leaves_nothing_behind()
 
 
+@slow  # by default tests/server/test_disconnects.py does this with one tokenizer process
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("num_clients", "num_rounds"), [(60, 2), pytest.param(500, 10, marks=slow)])
+@pytest.mark.parametrize(("num_clients", "num_rounds"), [(60, 2), (500, 10)])
 def test_clients_that_leave_leave_nothing_behind(model_dir, num_clients, num_rounds):
     with server_process(model_dir, scheduler="tests.server.fake_engine_process", options={"num_tokenizer": 2}) as server:
         server.wait_until_ready()
         check(server, num_clients, num_rounds)
-        assert not server.errors
+        assert [line for line in server.errors if " INFO " not in line] == []  # a line for every ten seconds of work is none
