@@ -253,7 +253,7 @@ def small_measurements(monkeypatch):
 WORDS = ("--dummy-weight", "--num-requests", "3", "--max-input", "20", "--max-output", "6", "--repeats", "1", "--num-pages", "32")
 
 
-@pytest.mark.parametrize("overlap", ["--no-overlap", "--overlap"])
+@pytest.mark.parametrize("overlap", ["--overlap", pytest.param("--no-overlap", marks=pytest.mark.slow)])
 def test_the_report_is_of_the_steps_that_it_names(tiny_models, tmp_path, capfd, overlap):
     trace, path = tmp_path / "steps.json", tmp_path / "report.json"
     words = ["bench", "offline", "--model", str(tiny_models("llama")), *WORDS, overlap, "--json", str(path)]

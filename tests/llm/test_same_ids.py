@@ -88,6 +88,7 @@ def test_with_other_settings(settings, make_llm, solo):
     assert run(make_llm(**settings), load=2) == solo
 
 
+@pytest.mark.slow
 def test_after_a_restart(tiny_models, solo):
     """In another process, with another hash seed."""
     program = (

@@ -97,6 +97,7 @@ def test_another_token_in_the_trial_keeps_the_server_from_being_ready(byte_model
         assert server.leaves_nothing_behind()
 
 
+@pytest.mark.slow  # tests/scheduler/test_agreement.py drops a message by default
 def test_a_rank_that_has_not_heard_the_only_request_says_so_while_it_waits(byte_model):
     with faulty_server(byte_model, "deaf") as server, ThreadPoolExecutor(1) as thread:
         server.wait_until_ready()
