@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import sys
@@ -122,8 +123,17 @@ def make_workload(options: Options) -> Workload:
     return Workload(prompts, [draw(shortest_out, options.max_output) for _ in range(options.num_requests)])
 
 
-def run(options: Options, make_llm: Callable[[], BenchLLM], *, say: Callable[[str], None] = print) -> dict[str, Any]:
-    """Load, warm up, measure; the report, ready for JSON. Raises ConfigError if a request cannot be served in full."""
+def run(
+    options: Options,
+    make_llm: Callable[[], BenchLLM],
+    *,
+    say: Callable[[str], None] = print,
+    save: Callable[[dict[str, Any]], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Load, warm up, measure; the report, ready for JSON. Raises ConfigError if a request cannot be served in full.
+
+    `save` is called with the report of the runs before anything is traced, so that a trace that fails costs no figure.
+    """
     # 1. Load.
     start = time.perf_counter()
     llm = make_llm()
@@ -141,28 +151,28 @@ def run(options: Options, make_llm: Callable[[], BenchLLM], *, say: Callable[[st
         runs = [_measure(llm, workload, every, number, say) for number in range(options.repeats)]
         median = statistics.median(one["output_tokens_per_s"] for one in runs)
         say(f"median of {len(runs)}: {median:,.1f} output tokens/s")
+        report = {
+            "benchmark": "offline",
+            "command": sys.argv,
+            "options": asdict(options),
+            "num_prompt_tokens": workload.num_prompt_tokens,
+            "num_output_tokens": workload.num_output_tokens,
+            "output_tokens_per_s": median,
+            "runs": runs,
+            "startup_s": round(startup_s, 3),
+            "config": config,
+            "versions": versions(),
+            "hardware": hardware(),
+        }
         # 4. The trace, which no figure contains.
-        traced = {}
         if options.profile:
             from minisgl.bench.profile import profile  # loads torch
 
-            traced["profile"] = profile(llm, (workload.prompts, every), options.profile, Path(options.trace or DEFAULT_TRACE), say)
+            save(report)
+            report["profile"] = profile(llm, (workload.prompts, every), options.profile, Path(options.trace or DEFAULT_TRACE), say)
     finally:
         llm.close()
-    return {
-        "benchmark": "offline",
-        "command": sys.argv,
-        "options": asdict(options),
-        "num_prompt_tokens": workload.num_prompt_tokens,
-        "num_output_tokens": workload.num_output_tokens,
-        "output_tokens_per_s": median,
-        "runs": runs,
-        "startup_s": round(startup_s, 3),
-        "config": config,
-        "versions": versions(),
-        "hardware": hardware(),
-        **traced,
-    }
+    return report
 
 
 def _measure(llm: BenchLLM, workload: Workload, params: list[SamplingParams], number: int, say: Callable[[str], None]) -> dict[str, Any]:
@@ -260,10 +270,20 @@ def main(arguments: argparse.Namespace, make_llm: Callable[[], BenchLLM]) -> int
         raise ConfigError(f"--profile {options.profile}: the ranks of --tp {arguments.tp} are other processes, not traced; leave out --tp")
     if options.trace is not None and not options.profile:
         raise ConfigError("--trace has no effect without --profile; add --profile N")
-    for flag, file in (("--json", arguments.json), ("--trace", options.trace)):
-        if file is not None and not Path(file).resolve().parent.is_dir():
+    trace = Path(options.trace or DEFAULT_TRACE)
+    files = [("--json", Path(arguments.json))] if arguments.json is not None else []
+    files += [("--trace", trace), ("--trace", trace.with_name(f"prefill-{trace.name}"))] if options.profile else []
+    for flag, file in files:
+        if not file.resolve().parent.is_dir():
             raise ConfigError(f"{flag} {file}: its folder does not exist; make it first")
-    report = run(options, make_llm)
-    if arguments.json is not None:
-        Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        if file.is_dir() or not os.access(file if file.exists() else file.resolve().parent, os.W_OK):
+            raise ConfigError(f"{flag} {file}: it is a folder, or cannot be written; name another file")
+    if len({file.resolve() for _, file in files}) < len(files):
+        raise ConfigError(f"--json {arguments.json}: --profile writes a trace there; name another file")
+
+    def save(report: dict[str, Any]) -> None:
+        if arguments.json is not None:
+            Path(arguments.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+    save(run(options, make_llm, save=save))
     return 0

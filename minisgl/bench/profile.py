@@ -41,6 +41,7 @@ from torch.utils.benchmark import Timer
 from minisgl.core import Batch, Int32Array, SamplingParams
 from minisgl.engine.base import BaseEngine, EngineLimits, StepHandle, StepLogprobs
 from minisgl.engine.engine import choose_dtype
+from minisgl.errors import ConfigError
 from minisgl.models.config import ModelConfig, load_model_config
 from minisgl.models.resolve import resolve_model
 
@@ -195,11 +196,13 @@ def profile(
         part["wall_us"] = wall_seconds(steps, window) / len(taken) * 1e6
         part["traced_wall_us"] = tracer.seconds[kind] / len(taken) * 1e6
         part["gap_us"] = part["wall_us" if is_cuda else "traced_wall_us"] - part["busy_us"]
+        _print(part, say)
         if trace is not None:
             part["trace"] = str(trace if kind == "decode" else trace.with_name(f"{kind}-{trace.name}"))
             tracer.traces[kind].export_chrome_trace(part["trace"])
+            if not Path(part["trace"]).is_file():  # torch only logs it
+                raise ConfigError(f"--trace {part['trace']}: the trace could not be written there; name another file")
         report["steps"].append(part)
-        _print(part, say)
     return report
 
 

@@ -17,6 +17,7 @@ from minisgl.attention.base import PhasedAttention
 from minisgl.attention.flash_backend import FlashAttention, load_flash_attention
 from minisgl.attention.flashinfer_backend import FlashInferAttention, load_flashinfer
 from minisgl.attention.probe import TRIAL_PAGES, why_not
+from minisgl.core import make_batch
 from minisgl.errors import ConfigError
 from minisgl.kernel import reference
 from minisgl.kvcache.pool import make_kv_pool
@@ -412,22 +413,40 @@ def test_a_trial_finds_nothing_wrong_with_a_backend_that_works(name, page_size):
 class FailsIn(TorchAttention):
     """Fails in one phase, or gives something else."""
 
-    def __init__(self, pool, table, num_new, problem):
+    def __init__(self, pool, table, is_decode, fault):
         super().__init__(pool, table)
-        self.num_new, self.problem = num_new, problem
+        self.is_decode, self.fault = is_decode, fault
+
+    def prepare(self, batch):
+        cached, extend = batch.cached_lens, batch.extend_lens
+        if self.fault == "one token too many" and self.is_faulty(int(extend[0])):
+            arrays = {name: batch.view(name) for name in ("slots", "positions", "write_slots", "sample_rows", "input_ids")}
+            batch = make_batch(0, (0,), arrays | {"cached_lens": cached + 1, "extend_lens": extend})
+        return super().prepare(batch)
+
+    def is_faulty(self, num_new):
+        return (num_new == 1) == self.is_decode
 
     def attend(self, q, layer, metadata):
-        if len(q) == self.num_new and self.problem:
-            raise AssertionError(self.problem)
-        return super().attend(q, layer, metadata) * (2 if len(q) == self.num_new else 1)
+        out = super().attend(q if self.fault != "no scores" else q * 0, layer, metadata)
+        if not self.is_faulty(len(q)):
+            return super().attend(q, layer, metadata)
+        if self.fault == "raises":
+            raise AssertionError("no such head dim")
+        if self.fault == "turned dims":
+            return super().attend(q.flip(-1), layer, metadata)
+        if self.fault == "other heads":
+            return super().attend(q.roll(1, dims=1), layer, metadata).roll(-1, dims=1)
+        return out * 2 if self.fault == "twice" else out
 
 
-@pytest.mark.parametrize("num_new", [1, 2])
-@pytest.mark.parametrize(("problem", "told"), [("no such head dim", "AssertionError: no such head dim"), ("", "wrong result on cpu")])
-def test_a_trial_tells_what_fails_in_either_phase(num_new, problem, told):
-    pool = make_kv_pool(1, TRIAL_PAGES, 2, 16, 16, torch.float32, CPU)
-    table = torch.full((2, 4), pool.dummy_page, dtype=torch.int32)
-    assert why_not(FailsIn(pool, table, num_new, problem), 4) == told
+@pytest.mark.parametrize("is_decode", [True, False])
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("fault", ["raises", "twice", "no scores", "turned dims", "other heads", "one token too many"])
+def test_a_trial_tells_what_fails_in_either_phase(is_decode, head_dim, fault):
+    pool = make_kv_pool(1, TRIAL_PAGES, 2, 16, head_dim, torch.float32, CPU)
+    found = why_not(FailsIn(pool, torch.full((2, 4), pool.dummy_page, dtype=torch.int32), is_decode, fault), 4)
+    assert found == ("AssertionError: no such head dim" if fault == "raises" else "wrong result on cpu")
 
 
 def test_an_unknown_backend_is_refused_with_the_known_ones():

@@ -353,6 +353,10 @@ def test_a_run_that_breaks_off_leaves_engine_and_profiler_as_they_were(tiny_mode
         (["--profile", "-1"], "--profile: -1 found"),
         (["--trace", "trace.json"], "--trace has no effect without --profile"),
         (["--profile", "4", "--trace", "/no/such/folder/trace.json"], "--trace /no/such/folder/trace.json: its folder does not exist"),
+        (["--profile", "4", "--trace", "/usr"], "--trace /usr: it is a folder, or cannot be written"),
+        (["--json", "/usr"], "--json /usr: it is a folder, or cannot be written"),
+        (["--profile", "4", "--json", "profile.json"], "--json profile.json: --profile writes a trace there"),
+        (["--profile", "4", "--trace", "t.json", "--json", "prefill-t.json"], "--json prefill-t.json: --profile writes a trace there"),
     ],
 )
 def test_what_cannot_be_traced_is_refused_before_a_model_is_loaded(words, message, capsys):
@@ -364,3 +368,37 @@ def test_without_a_file_named_the_trace_stands_in_the_working_directory(tiny_mod
     monkeypatch.chdir(tmp_path)
     assert main(["bench", "offline", "--model", str(tiny_models("llama")), *WORDS, "--profile", "1"]) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["prefill-profile.json", "profile.json"]
+
+
+def test_a_trace_that_fails_costs_no_figure_of_the_runs_before(tiny_models, tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("minisgl.bench.profile.measure_rates", fail)
+    file = tmp_path / "report.json"
+    with pytest.raises(RuntimeError, match="out of memory"):
+        main(
+            [
+                "bench",
+                "offline",
+                "--model",
+                str(tiny_models("llama")),
+                *WORDS,
+                "--profile",
+                "2",
+                "--trace",
+                str(tmp_path / "t.json"),
+                "--json",
+                str(file),
+            ]
+        )
+    report = json.loads(file.read_text())
+    assert report["output_tokens_per_s"] > 0
+    assert "profile" not in report
+
+
+def test_a_trace_that_torch_could_not_write_is_an_error(tiny_models, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.profiler.profile, "export_chrome_trace", lambda *_: None)
+    words = ["bench", "offline", "--model", str(tiny_models("llama")), *WORDS, "--profile", "2", "--trace", str(tmp_path / "t.json")]
+    assert main(words) == 2
+    assert "the trace could not be written there" in capsys.readouterr().err

@@ -340,7 +340,6 @@ def stop_after(number: int, server: Callable[[], HandMade]) -> Callable[[Call], 
 LOAD = ["--streams", "2", "--requests-per-stream", "50", "--ramp-up", "0", "--prompt-tokens", "8:16", "--answer-tokens", "12:20"]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="reads /proc")
 def test_ctrl_c_ends_with_a_report_of_what_there_is(tmp_path):
     path = tmp_path / "report.json"

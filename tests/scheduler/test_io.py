@@ -368,7 +368,6 @@ def test_rank_0_says_how_many_subscribed_when_some_do_not_come(server, tmp_path)
         assert "0 of 1 subscribers" in ranks.wait()[0]["error"]
 
 
-@pytest.mark.slow
 def test_the_barrier_names_the_ranks_that_are_missing(server, tmp_path):
     with running(server, "miss barrier", 4, tmp_path) as ranks:
         ranks.processes[0].wait(DEADLINE_S)

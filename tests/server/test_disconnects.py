@@ -120,7 +120,7 @@ def test_ten_thousand_clients_that_leave_leave_nothing_behind(tmp_path, ranks):
         check(server, 500, 20)
 
 
-@pytest.mark.slow  # test_ranks_http and test_rank_faults have two ranks by default
+@pytest.mark.slow  # two ranks that answer: test_ranks_http; that are lost: test_rank_faults
 def test_two_ranks_answer_like_one_and_leave_nothing_behind(running, tmp_path):
     suffix = f"test-{secrets.token_hex(4)}"
     (run_directory() / f"{suffix}.rendezvous").write_bytes(b"what ranks that died have left" * 10)

@@ -267,7 +267,6 @@ def num_held(server):
     return sum(line[1].endswith(port) and line[3] != listening and line[9] != orphaned for line in lines)
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/net/tcp"), reason="reads /proc")
 def test_a_client_that_leaves_the_end_of_an_answer_unread_costs_no_connection_for_long():
     with local_server(options=HttpOptions(slow_reader_timeout=TIMEOUT)) as server, contextlib.ExitStack() as stack:

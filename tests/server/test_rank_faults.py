@@ -30,8 +30,8 @@ HAPPENED = {
     signal.SIGKILL: "died: it was ended by SIGKILL",
     signal.SIGSTOP: r"was stopped by a signal and did not go on for \d s",
 }
-DEFAULT = {(signal.SIGKILL, 0, "decode")}
-"""tests/server/test_disconnects.py kills rank 1"""
+DEFAULT = {(signal.SIGKILL, 1, "decode")}
+"""Rank 0 is the scheduler of one rank too, which tests/server/test_lifecycle.py kills."""
 CELLS = [
     pytest.param(
         number, rank, state, id=f"{number.name}-{rank}-{state}", marks=[] if (number, rank, state) in DEFAULT else pytest.mark.slow

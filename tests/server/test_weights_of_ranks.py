@@ -8,10 +8,10 @@ import pytest
 
 from tests.server.server_process import START_S, server_process
 
-pytestmark = [pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="reads /proc"), pytest.mark.slow]
+pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="reads /proc")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_norm_that_differs_between_ranks_is_named_before_anything_is_served(tiny_models, rank):
     name = "model.layers.1.input_layernorm.weight"
     environment = {"FAULT": f"weight:{name}", "FAULTY_RANK": str(rank), "ENGINE": "real"}

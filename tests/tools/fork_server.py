@@ -74,7 +74,8 @@ class ForkServer:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.tools.fork_server", self._module],
                 cwd=ROOT,
-                env={**os.environ, **self._environment},
+                env={**os.environ, "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **self._environment},
+                start_new_session=True,  # Ctrl-C is for the tests alone, which end what they have started
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -91,7 +92,8 @@ class ForkServer:
         self._process.stdin.write(json.dumps({"words": words, "stdin": str(stdin), "stderr": str(stderr)}) + "\n")
         self._process.stdin.flush()
         with self.news:
-            assert self.news.wait_for(lambda: fork.pid, START_S), f"{self._module} has not started"
+            assert self.news.wait_for(lambda: fork.pid or fork.returncode is not None, START_S), f"{self._module} has not started"
+            assert fork.pid, f"{self._module} has ended"
         return fork
 
     def _listen(self) -> None:
@@ -104,8 +106,12 @@ class ForkServer:
                 if status is None:
                     next(fork for fork in self._forks if not fork.pid).pid = pid
                 else:
-                    next(fork for fork in self._forks if fork.pid == pid).returncode = status
+                    next(fork for fork in self._forks if fork.pid == pid and fork.returncode is None).returncode = status
                 self.news.notify_all()
+        with self.news:  # it has ended, and its forks with it
+            for fork in self._forks:
+                fork.returncode = -signal.SIGKILL if fork.returncode is None else fork.returncode
+            self.news.notify_all()
 
     def close(self) -> None:
         if self._process is not None:
