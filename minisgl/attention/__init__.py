@@ -36,9 +36,11 @@ def _flash(pool: KVPool, page_table: torch.Tensor) -> BaseAttentionBackend:
             f"--attention-backend fa: --page-size {pool.page_size} found, at most {LARGEST_FLASH_PAGE} is allowed: larger pages are read "
             "whole, with what an earlier owner left there, which may be no number"
         )
+    import torch
+
     from minisgl.attention.flash_backend import FlashAttention, load_flash_attention
 
-    return FlashAttention(pool, page_table, load_flash_attention(compute_capability(pool.k.device)))
+    return FlashAttention(pool, page_table, load_flash_attention(torch.cuda.get_device_capability(pool.k.device)[0]))
 
 
 def _flashinfer(pool: KVPool, page_table: torch.Tensor) -> BaseAttentionBackend:
@@ -46,13 +48,6 @@ def _flashinfer(pool: KVPool, page_table: torch.Tensor) -> BaseAttentionBackend:
     from minisgl.attention.flashinfer_backend import FlashInferAttention, load_flashinfer
 
     return FlashInferAttention(pool, page_table, load_flashinfer())
-
-
-def compute_capability(device: torch.device) -> int:
-    """The major number."""
-    import torch
-
-    return torch.cuda.get_device_capability(device)[0]
 
 
 def _refuse_for_library(name: str, pool: KVPool) -> None:

@@ -16,9 +16,9 @@ A attended tokens (in pages and new, all rows together), P pairs of a new token 
     sampling          s S V bytes: logits are read once
     matrix products   s (W + h V) bytes, 2 (T W + S h V) operations, W = L (2 h q + 2 h k + 3 h m): each weight is read once
 
-The head's h V counts where a row samples. A sparse layer of E experts, e for each token, has h E (its router) in place of 3 h m; its
-experts stand under SiLU/MoE: 3 s h m E (1 - (1 - e/E)^T) bytes of those that an even routing touches, 3 s T e m in and out, and
-6 h m e T operations.
+The head's h V counts where a row samples. A sparse layer of E experts, e for each token, has h E (its router) in place of 3 h m. Its
+experts stand under SiLU/MoE (on a CPU their weights and operations under matrix products, which is what they are there): 3 s h m E
+(1 - (1 - e/E)^T) bytes of those that an even routing touches, 3 s T e m in and out, and 6 h m e T operations.
 Communication, copies and other have no floor: one rank could do without them.
 """
 
@@ -41,7 +41,7 @@ from torch.utils.benchmark import Timer
 from minisgl.core import Batch, Int32Array, SamplingParams
 from minisgl.engine.base import BaseEngine, EngineLimits, StepHandle, StepLogprobs
 from minisgl.engine.engine import choose_dtype
-from minisgl.errors import ConfigError
+from minisgl.errors import ConfigError, WorkerError
 from minisgl.models.config import ModelConfig, load_model_config
 from minisgl.models.resolve import resolve_model
 
@@ -191,7 +191,7 @@ def profile(
         rows, tokens, attended = (statistics.mean(column) for column in zip(*counts, strict=True))
         part = {"kind": kind, "num_steps": len(taken), "num_rows": rows, "num_tokens": tokens, "num_attended_tokens": attended}
         part |= summarise(tracer.events(kind), len(taken), is_cuda)
-        least = [floors(model, dtype.itemsize, batch, rates) for batch in taken]
+        least = [floors(model, dtype.itemsize, batch, rates, has_expert_kernel=is_cuda) for batch in taken]
         part["floor_us"] = {label: statistics.mean(step[label] for step in least) for label in least[0]}
         part["wall_us"] = wall_seconds(steps, window) / len(taken) * 1e6
         part["traced_wall_us"] = tracer.seconds[kind] / len(taken) * 1e6
@@ -214,9 +214,11 @@ def run_watched(
     engine = llm.scheduler.engine
     watched = llm.scheduler.engine = WatchedEngine(engine, before)
     try:
-        llm.generate(*requests)
+        errors = [result.error for result in llm.generate(*requests) if result.error is not None]
     finally:
         llm.scheduler.engine = engine
+    if errors:
+        raise WorkerError(f"{len(errors)} requests failed, the first with: {errors[0]}; their steps are not those of the other run")
     return watched.steps
 
 
@@ -295,8 +297,11 @@ def summarise(events: Iterable[Any], num_steps: int, is_cuda: bool) -> dict[str,
     return {"us": by_class, **sums, "largest": known, "largest_other": other}
 
 
-def floors(model: ModelConfig, number_bytes: int, batch: Batch, rates: Rates) -> dict[str, float]:
-    """Microseconds that one step needs at least, by class; the formulas stand at the file's top."""
+def floors(model: ModelConfig, number_bytes: int, batch: Batch, rates: Rates, *, has_expert_kernel: bool = True) -> dict[str, float]:
+    """Microseconds that one step needs at least, by class; the formulas stand at the file's top.
+
+    Without a kernel of their own, on a CPU, experts are matrix products by name, and so are their weights and operations here.
+    """
     attention, moe, hidden, num_layers = model.attention, model.moe, model.hidden_size, model.num_layers
     q, kv = attention.num_heads * attention.head_dim, attention.num_kv_heads * attention.head_dim
     num_tokens, num_sampled = batch.num_tokens, len(batch.sample_rows)
@@ -311,14 +316,16 @@ def floors(model: ModelConfig, number_bytes: int, batch: Batch, rates: Rates) ->
         touched = 3 * hidden * num_sparse * moe.num_experts * moe.intermediate_size * share
     cached, new = batch.cached_lens.astype(int), batch.extend_lens.astype(int)
     attended, pairs = int((cached + new).sum()), int((new * cached + new * (new + 1) // 2).sum())
-    needs = {  # numbers moved, operations
+    needs: dict[str, tuple[float, float]] = {  # numbers moved, operations
         "attention": (2 * num_layers * kv * attended, 4 * num_layers * q * pairs),
-        "SiLU/MoE": (3 * num_tokens * (width + chosen) + touched, 6 * hidden * num_tokens * chosen),
+        "SiLU/MoE": (3 * num_tokens * (width + chosen), 0),
         "norm": (4 * hidden * (2 * num_layers * num_tokens + num_sampled), 0),
         "rotation and K/V": (2 * num_layers * num_tokens * (q + 2 * kv), 0),
         "sampling": (num_sampled * model.vocab_size, 0),
         "matrix products": (layers + head * min(num_sampled, 1), 2 * (num_tokens * layers + num_sampled * head)),
     }
+    place = "SiLU/MoE" if has_expert_kernel else "matrix products"
+    needs[place] = (needs[place][0] + touched, needs[place][1] + 6 * hidden * num_tokens * chosen)
     return {label: max(number_bytes * moved / rates.copy, operations / rates.matmul) * 1e6 for label, (moved, operations) in needs.items()}
 
 

@@ -161,7 +161,7 @@ class Engine:
             self._remember(slots, tokens)
         num_top = self._sampler.num_top(slots)
         pieces = self._sampled_logprobs(logits, tokens, num_top)
-        if hidden is not None:
+        if hidden is not None and len(batch.prompt_targets):
             pieces += self._prompt_logprobs(hidden[len(rows) :], batch.prompt_targets)
         return _Step(self._readback.start(tokens), num_top, read_back(pieces, self._logprobs_readback))
 
@@ -341,7 +341,7 @@ def _try_attention(
     config: EngineConfig, model: ModelConfig, page_size: int, max_seq_len: int, dtype: torch.dtype, device: torch.device
 ) -> str:
     """The attention's description. Raises ConfigError, before anything is loaded, if it cannot run; a library is tried with this model."""
-    attention = _make_attention(config, model, TRIAL_PAGES, page_size, max_seq_len, dtype, device)
+    attention = _make_attention(config, replace(model, num_layers=1), TRIAL_PAGES, page_size, max_seq_len, dtype, device)
     if not {"torch", "triton"}.issuperset(choose_attention_backends(config.attention_backend, device.type)):
         problem = why_not(attention, model.attention.num_heads // config.tp_info.size)
         if problem is not None:

@@ -29,6 +29,7 @@ from minisgl.bench.profile import (
 from minisgl.cli import main
 from minisgl.core import Batch, SamplingParams, make_batch
 from minisgl.distributed import DistributedInfo
+from minisgl.errors import WorkerError
 from minisgl.layers.base import Spec
 from minisgl.llm import LLM
 from minisgl.models.config import parse_model_config
@@ -164,6 +165,17 @@ def test_floors_of_a_mixture_of_experts_count_the_experts_that_are_touched():
     assert two["SiLU/MoE"] == pytest.approx(4 * (5 * (1 - 0.4**2) * expert + 2 * 3 * 4 * 3 * 20))
     assert one["matrix products"] == pytest.approx(4 * (4 * (2 * 48 * 96 + 2 * 48 * 48 + 48 * 5) + 48 * 96))
     assert floors(model, 4, decode(2), OPERATIONS_ONLY)["SiLU/MoE"] == pytest.approx(2 * 4 * 3 * 6 * 48 * 20)
+    on_cpu = floors(model, 4, decode(1), BYTES_ONLY, has_expert_kernel=False)
+    assert on_cpu["SiLU/MoE"] == pytest.approx(4 * 3 * 4 * 3 * 20)
+    assert on_cpu["matrix products"] == pytest.approx(one["matrix products"] + 4 * 3 * expert)
+
+
+def test_a_request_that_fails_in_a_watched_run_is_an_error_not_a_profile_of_other_steps(tiny_models):
+    with LLM(tiny_models("llama"), device="cpu", num_pages=32) as llm:
+        engine = llm.scheduler.engine
+        with pytest.raises(WorkerError, match="1 requests failed, the first with: "):
+            run_watched(llm, ([[1, 2], [10**6]], [SamplingParams(max_tokens=2, ignore_eos=True)] * 2))
+        assert llm.scheduler.engine is engine
 
 
 def test_a_step_that_samples_nothing_needs_no_head():
