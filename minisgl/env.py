@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = ["api_key", "cache_dir", "chat_history", "is_overlap_disabled", "is_pdl_disabled"]
+__all__ = ["api_key", "cache_dir", "chat_history", "is_overlap_disabled", "is_pdl_disabled", "is_symmetric_memory_disabled"]
 
 
 def is_overlap_disabled() -> bool:
@@ -17,6 +17,11 @@ def is_overlap_disabled() -> bool:
 def is_pdl_disabled() -> bool:
     """MINISGL_DISABLE_PDL=1: on a GPU, no kernel begins before the one before it has ended."""
     return os.environ.get("MINISGL_DISABLE_PDL", "") not in ("", "0")
+
+
+def is_symmetric_memory_disabled() -> bool:
+    """MINISGL_DISABLE_SYMMETRIC_MEMORY=1: several GPUs sum by NCCL only."""
+    return os.environ.get("MINISGL_DISABLE_SYMMETRIC_MEMORY", "") not in ("", "0")
 
 
 def cache_dir() -> Path:

@@ -22,7 +22,7 @@ LEVELS = read_levels((ROOT / "docs" / "architecture.md").read_text(encoding="utf
 EXCEPTIONS: dict[str, str] = {}
 """A finding, without its line number (`scheduler/io.py: run has 61 code lines; …`) -> the reason why it may stand."""
 
-BUDGETS = {"": 14_600, "kernel": 3_000, "server": 2_500}
+BUDGETS = {"": 15_200, "kernel": 3_000, "server": 2_500}
 """Package ("" is all of it) -> its code lines stay below or at this."""
 
 IMPORT_NAMES = {"pyzmq": "zmq", "pyyaml": "yaml", "prometheus-client": "prometheus_client"}

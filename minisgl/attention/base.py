@@ -41,6 +41,11 @@ class BaseAttentionBackend(ABC):
         """What attends inside CUDA graphs, over fixed buffers; None: decode steps are no graphs."""
         return None
 
+    @property
+    def extends_in_graphs(self) -> bool:
+        """Whether `graph_part` computes prefill steps as this backend does."""
+        return self.graph_part is not None
+
     @abstractmethod
     def prepare(self, batch: Batch) -> Any:
         """What `store` and `attend` need of this step for every layer; the page table holds the step's updates already."""
@@ -85,6 +90,10 @@ class PhasedAttention(BaseAttentionBackend):
     @property
     def graph_part(self) -> TritonAttention | None:
         return self._decode.graph_part
+
+    @property
+    def extends_in_graphs(self) -> bool:
+        return self._decode.graph_part is not None and self._prefill.extends_in_graphs
 
     def prepare(self, batch: Batch) -> _Phase:
         backend = self._decode if int(batch.extend_lens.max()) == 1 else self._prefill

@@ -66,6 +66,11 @@ class TritonAttention(BaseAttentionBackend):
     def graph_part(self) -> TritonAttention:
         return self
 
+    @property
+    def prefill_tile(self) -> int:
+        """New tokens of one tile, for `plan_prefill`."""
+        return self._prefill_config.block_m
+
     def prepare(self, batch: Batch) -> TritonMetadata:
         cached, extend = batch.cached_lens, batch.extend_lens
         if int(extend.max()) == 1:
@@ -74,7 +79,7 @@ class TritonAttention(BaseAttentionBackend):
             count = np.array([len(items)], dtype=np.int32)
             write_slots, *work = self._upload(batch.write_slots, batch.slots, lengths, first_partial, items, count)
             return TritonMetadata(write_slots, DecodeWork(*work), None)
-        tiles = plan_prefill(cached, extend, self._prefill_config.block_m)
+        tiles = plan_prefill(cached, extend, self.prefill_tile)
         starts = np.cumsum(extend, dtype=np.int32) - extend
         write_slots, on_device, *rows = self._upload(batch.write_slots, tiles, batch.slots, cached, extend, starts)
         return TritonMetadata(write_slots, None, (PrefillRows(*rows), on_device))
@@ -96,6 +101,10 @@ class TritonAttention(BaseAttentionBackend):
         Run `attend` once outside of a capture first: it compiles the kernel and allocates the scratch memory of all steps.
         """
         return TritonMetadata(write_slots, work, None)
+
+    def extend_metadata(self, write_slots: torch.Tensor, rows: PrefillRows, tiles: torch.Tensor) -> TritonMetadata:
+        """The same for prefill steps; tiles that a step does not need name a row without new tokens."""
+        return TritonMetadata(write_slots, None, (rows, tiles))
 
     def attend(self, q: torch.Tensor, layer: int, metadata: TritonMetadata) -> torch.Tensor:
         if metadata.prefill is not None:

@@ -148,8 +148,9 @@ class _Tracer:
         for kind in [kind for kind, window in self._windows.items() if window.start == step]:
             self._wait()
             activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA][: 1 + self._is_cuda]
-            self.traces[kind] = torch.profiler.profile(activities=activities)
-            self.traces[kind].start()
+            begun = torch.profiler.profile(activities=activities, acc_events=True)  # without it, torch warns of cycles that are not used
+            begun.start()
+            self.traces[kind] = begun
             self._begin = time.perf_counter()
 
     def events(self, kind: str) -> Iterable[Any]:

@@ -5,15 +5,25 @@ Knows no model and no scheduler. Made once by the engine and passed to every for
 
 from __future__ import annotations
 
+import logging
+import os
 from abc import ABC, abstractmethod
 
 import torch
 import torch.distributed as dist
 
 from minisgl.distributed.info import DistributedInfo
+from minisgl.env import is_symmetric_memory_disabled
 from minisgl.errors import ConfigError
 
-__all__ = ["Communicator", "SingleRank", "TorchDistributed", "make_communicator"]
+__all__ = ["Communicator", "SingleRank", "SymmetricMemory", "TorchDistributed", "make_communicator"]
+
+logger = logging.getLogger(__name__)
+
+SYMMETRIC_BYTES = {2: 4 * 2**20, 4: 2**20, 8: 2**19}
+"""Largest sum, by number of ranks, for which each GPU reads what all others have: beyond, NCCL moves less."""
+ALIGNED = 16
+CPU = torch.device("cpu")
 
 
 class Communicator(ABC):
@@ -55,10 +65,64 @@ class TorchDistributed(Communicator):
         return blocks
 
 
-def make_communicator(tp_info: DistributedInfo, group: dist.ProcessGroup | None) -> Communicator:
-    """The communicator for `tp_info`; `group` carries the tensors and is needed for two ranks or more."""
+class SymmetricMemory(TorchDistributed):
+    """GPUs of one machine that read each other's memory: small sums are one kernel, in the order of the ranks; the rest is NCCL's.
+
+    Every call goes through one buffer: the kernel ends only when all ranks have read it.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, size: int, buffer: torch.Tensor) -> None:
+        """`buffer`: uint8, the same size on all ranks, from `share_buffer`."""
+        super().__init__(group, size)
+        self._buffer = buffer
+        self._name = group.group_name
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        num_bytes = tensor.numel() * tensor.element_size()
+        if num_bytes > len(self._buffer) or num_bytes % ALIGNED or not num_bytes or not tensor.is_contiguous():
+            return super().all_reduce(tensor)
+        shared = self._buffer[:num_bytes].view(tensor.dtype)
+        total: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(shared, tensor.view(-1), "sum", self._name)
+        return total.view(tensor.shape)
+
+
+def share_buffer(group: dist.ProcessGroup, size: int, device: torch.device) -> torch.Tensor | None:
+    """Memory of this GPU that all ranks of the group can read, uint8; None if any of them cannot, or for another number of ranks.
+
+    All ranks call it together, and get a buffer all or none.
+    """
+    buffer = None
+    if device.type != "cuda" or size not in SYMMETRIC_BYTES:
+        return None
+    os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # never used here, and it binds resources of the switch
+    can_share = not is_symmetric_memory_disabled() and all(
+        torch.cuda.can_device_access_peer(device, other) for other in range(size) if other != device.index
+    )
+    if not _all_agree(can_share, group, device):
+        return None
+    try:
+        from torch.distributed import _symmetric_memory as symmetric
+
+        torch.ops.symm_mem.one_shot_all_reduce_copy  # noqa: B018 - AttributeError where torch lacks it
+        buffer = symmetric.empty(SYMMETRIC_BYTES[size], dtype=torch.uint8, device=device)
+        symmetric.rendezvous(buffer, group)
+    except (ImportError, RuntimeError, AttributeError) as error:
+        logger.warning("sums over the ranks are left to NCCL: the GPUs' memory cannot be shared: %s", error)
+        buffer = None
+    return buffer if _all_agree(buffer is not None, group, device) else None
+
+
+def _all_agree(answer: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
+    votes = torch.tensor([int(answer)], device=device)
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=group)
+    return bool(votes.item())
+
+
+def make_communicator(tp_info: DistributedInfo, group: dist.ProcessGroup | None, device: torch.device = CPU) -> Communicator:
+    """The communicator for `tp_info` on `device`; `group` carries the tensors and is needed for two ranks or more."""
     if tp_info.size == 1:
         return SingleRank()
     if group is None:
         raise ConfigError(f"{tp_info.size} ranks need a process group for their tensors, none was given")
-    return TorchDistributed(group, tp_info.size)
+    buffer = share_buffer(group, tp_info.size, device)
+    return TorchDistributed(group, tp_info.size) if buffer is None else SymmetricMemory(group, tp_info.size, buffer)

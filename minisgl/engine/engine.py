@@ -27,7 +27,15 @@ from minisgl.distributed.groups import Groups, join_groups
 from minisgl.engine.base import EngineLimits, StepLogprobs
 from minisgl.engine.config import DEFAULT_EXTEND_TOKENS, EngineConfig
 from minisgl.engine.logprobs import Logprobs, PendingLogprobs, compute_logprobs, read_back
-from minisgl.engine.memory import available_bytes, graph_bytes, graph_sizes, plan_memory
+from minisgl.engine.memory import (
+    MAX_EXTEND_GRAPH_TOKENS,
+    available_bytes,
+    extend_graph_bytes,
+    extend_graph_rows,
+    graph_bytes,
+    graph_sizes,
+    plan_memory,
+)
 from minisgl.engine.peak import measure_step
 from minisgl.engine.sampler import Sampler
 from minisgl.errors import ConfigError, WorkerError
@@ -45,7 +53,7 @@ from minisgl.tokenizer.loader import load_ids
 from minisgl.utils import make_private_directory
 
 if TYPE_CHECKING:
-    from minisgl.engine.graphs import DecodeGraphs
+    from minisgl.engine.graphs import StepGraphs
 
 __all__ = ["Engine", "choose_device", "choose_dtype", "choose_max_seq_len", "make_engine"]
 
@@ -97,10 +105,12 @@ class Engine:
         limits: EngineLimits,
         cpu_group: dist.ProcessGroup | None,
         max_graph_rows: int = 0,
+        max_graph_tokens: int = 0,
     ) -> None:
         """`attention` holds the pool and the page table, int32 [max_running_req + 1, pages per row], that this engine updates.
 
-        Decode steps of at most `max_graph_rows` rows are CUDA graphs; 0: none is.
+        Decode steps of at most `max_graph_rows` rows are CUDA graphs, and prefill steps of few rows with at most `max_graph_tokens` new
+        tokens; 0: none is.
         """
         self.limits = limits
         self.cpu_group = cpu_group
@@ -114,22 +124,34 @@ class Engine:
         """[slots] the token that each slot sampled last, and one for padding"""
         self._upload = Uploader(self._device)
         self._readback, self._logprobs_readback = Readback(self._device), Readback(self._device)
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: list[StepGraphs] = []
         if max_graph_rows:
-            from minisgl.engine.graphs import DecodeGraphs
+            self._graphs = self._make_graphs(max_graph_rows, max_graph_tokens)
 
-            assert attention.graph_part is not None
-            self._graphs = DecodeGraphs(model, attention.graph_part, comm, self._sampler, self._last_tokens, max_graph_rows)
+    def _make_graphs(self, max_rows: int, max_tokens: int) -> list[StepGraphs]:
+        from minisgl.engine.extend_graphs import ExtendGraphs
+        from minisgl.engine.graphs import DecodeGraphs, GraphParts, Recorder
+
+        attention = self._attention.graph_part
+        assert attention is not None
+        parts = GraphParts(self.model, attention, self._comm, self._sampler, self._last_tokens, Recorder(self._device))
+        graphs: list[StepGraphs] = [DecodeGraphs(parts, max_rows)]
+        return [*graphs, ExtendGraphs(parts, max_tokens)] if max_tokens else graphs
 
     @property
     def can_be_captured(self) -> bool:
         """Whether the attention takes part in CUDA graphs."""
         return self._attention.graph_part is not None
 
+    @property
+    def extends_in_graphs(self) -> bool:
+        """Whether it does in those of prefill steps."""
+        return self._attention.extends_in_graphs
+
     def close(self) -> None:
         """Leave the ranks' groups. The memory goes with the object; but NCCL would wait for the end of graphs that hold its calls."""
         if self.cpu_group is not None and dist.is_initialized():
-            self._graphs = None
+            self._graphs = []
             if self._device.type == "cuda":
                 with suppress(torch.AcceleratorError):  # the device has failed before
                     torch.cuda.synchronize(self._device)
@@ -150,7 +172,7 @@ class Engine:
         rows = batch.sample_rows
         slots, positions = batch.slots[rows], (batch.cached_lens + batch.extend_lens)[rows]
         self._sampler.set_up(batch.setups)
-        replayed = None if self._graphs is None else self._graphs.run(batch)
+        replayed = next((outputs for graphs in self._graphs if (outputs := graphs.run(batch)) is not None), None)
         hidden = None
         if replayed is not None:
             logits, tokens = replayed
@@ -242,10 +264,10 @@ def make_engine(
         model.model.tabulate(max_seq_len, dtype)
     groups = _join(config, rendezvous, device)
     _check_weights(digests, groups)
-    comm = make_communicator(config.tp_info, groups.device)
+    comm = make_communicator(config.tp_info, groups.device, device)
     end_ids, num_known_ids = load_ids(model_dir) if ids is None else ids
 
-    def build(num_pages: int, max_graph_rows: int) -> Engine:
+    def build(num_pages: int, max_graph_rows: int, max_graph_tokens: int) -> Engine:
         attention = _make_attention(config, model_config, num_pages, page_size, max_seq_len, dtype, device)
         limits = EngineLimits(
             num_pages=num_pages,
@@ -258,17 +280,20 @@ def make_engine(
             device_type="cuda" if device.type == "cuda" else "cpu",
             is_asynchronous=device.type == "cuda",
         )
-        return Engine(model, attention, comm, limits, groups.cpu, max_graph_rows)
+        return Engine(model, attention, comm, limits, groups.cpu, max_graph_rows, max_graph_tokens)
 
-    max_graph_rows, step_bytes = 0, 0
+    max_graph_rows, max_graph_tokens, step_bytes = 0, 0, 0
     if device.type == "cuda":
-        trial = build(1, 0)
+        trial = build(1, 0, 0)
         largest = config.max_extend_tokens or DEFAULT_EXTEND_TOKENS["cuda"]
         step_bytes = measure_step(trial, largest, has_decode_step=not trial.can_be_captured)
         if trial.can_be_captured and (model_config.moe is None or default_moe_backend(device).supports_graphs):
             max_graph_rows = min(config.cuda_graph_max_bs, config.max_running_req)
+            max_graph_tokens = min(MAX_EXTEND_GRAPH_TOKENS, largest) if max_graph_rows and trial.extends_in_graphs else 0
         del trial
-        step_bytes += graph_bytes(graph_sizes(max_graph_rows), model_config.vocab_size, dtype)
+        vocab, rows = model_config.vocab_size, extend_graph_rows(config.max_running_req)
+        extend_bytes = extend_graph_bytes(max_graph_tokens, rows, step_bytes * max_graph_tokens // largest, vocab, dtype)
+        step_bytes += extend_bytes + graph_bytes(graph_sizes(max_graph_rows), vocab, dtype)
     plan = plan_memory(config, model_config, dtype, page_size, available, num_bytes, device.type, step_bytes)
     plan = replace(plan, num_pages=_minimum(plan.num_pages, groups))
     graphs = ", decode steps without CUDA graphs" if device.type == "cuda" and not max_graph_rows else ""
@@ -277,7 +302,7 @@ def make_engine(
         log(f"--cuda-graph-max-bs {config.cuda_graph_max_bs} has no effect: this device, attention or model runs without CUDA graphs")
     if config.num_pages and config.memory_ratio:
         log(f"--memory-ratio {config.memory_ratio:g} has no effect beside --num-pages {config.num_pages}")
-    return build(plan.num_pages, max_graph_rows)
+    return build(plan.num_pages, max_graph_rows, max_graph_tokens)
 
 
 def _join(config: EngineConfig, rendezvous: Path | None, device: torch.device) -> Groups:

@@ -1,17 +1,19 @@
-"""Decode steps as CUDA graphs: one launch for a whole step, from the plan's block to the sampled tokens.
+"""Steps as CUDA graphs: one launch for a whole step, from the plan's block to the sampled tokens.
 
-A graph is captured when its size is first needed, between steps, and kept. Which size serves a step follows from the number of rows
-alone, so that all ranks replay the same one. Rows that want more than temperature bring a second, small graph, which follows from the
-plan too. Rows beyond the step's own are padding: they belong to the dummy slot and write to the dummy page. Knows the model, the backend
-and tensors; no requests. Called by the engine.
+A graph is captured when its size is first needed, between steps, and kept. Which size serves a step follows from the plan alone, so that
+all ranks replay the same one. Rows that want more than temperature bring a second, small graph, which follows from the plan too. What a
+graph has beyond the step's own rows is padding: it belongs to the dummy slot and writes to the dummy page. Knows the model, the backend
+and tensors; no requests. Called by the engine. Decode steps are here, the steps of prompts in `extend_graphs`.
 
-Letters: n rows of a graph, B rows of a step, V vocabulary.
+Letters: n rows of a graph, S sampled rows of a step, V vocabulary.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,12 +29,10 @@ from minisgl.kernel.gpu.inputs import decode_inputs, remember, update_page_table
 from minisgl.kernel.staging import PinnedRing
 from minisgl.models.decoder import CausalLM
 
-__all__ = ["DecodeGraphs"]
+__all__ = ["DecodeGraphs", "GraphParts", "Recorder", "StepGraphs"]
 
 logger = logging.getLogger(__name__)
 
-NUM_WARM_UPS = 1
-"""Runs before a capture: kernels are compiled, and the libraries choose their plans."""
 PLAN_FIELDS = ("slots", "input_ids", "positions", "write_slots")
 """Rows of the block that the plan gives, in the order that `decode_inputs` reads."""
 LENGTHS, FIRST_PARTIAL, NUM_ROWS = 4, 5, 6
@@ -40,41 +40,153 @@ LENGTHS, FIRST_PARTIAL, NUM_ROWS = 4, 5, 6
 NUM_ITEMS, NUM_UPDATES, HEADER = 0, 1, 4
 """Places behind the rows, padded so that what follows is aligned."""
 
+Outputs = tuple[torch.Tensor, torch.Tensor]
+"""Logits [n, V] and tokens int64 [n], -1 where the logits are not finite."""
+
+
+class Recorder:
+    """Captures graphs that share one stream, whose workspace the libraries keep, and one memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def warm_up(self, compute: Callable[[], object]) -> None:
+        """Run once where it will be captured: kernels are compiled, and the libraries choose their plans."""
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):
+            compute()
+        torch.cuda.current_stream(self._device).wait_stream(self._side)
+        torch.cuda.synchronize(self._device)
+
+    def capture(self, compute: Callable[[], Outputs]) -> tuple[torch.cuda.CUDAGraph, Outputs]:
+        """The graph of what `compute` launches, and the tensors that it returns, which each replay writes."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._side):
+            outputs = compute()
+        return graph, outputs
+
 
 @dataclass(frozen=True, slots=True)
-class _Captured:
-    graph: torch.cuda.CUDAGraph
-    logits: torch.Tensor
-    """[n, V] of the last replay"""
-    tokens: torch.Tensor
-    """int64 [n]; -1 where the logits are not finite"""
+class GraphParts:
+    """What the graphs of one engine compute with."""
+
+    model: CausalLM
+    attention: TritonAttention
+    comm: Communicator
+    sampler: Sampler
+    last_tokens: torch.Tensor
+    """int64 [slots + 1], the token that each slot sampled last, and one for padding"""
+    recorder: Recorder
+
+    @property
+    def dummy_slot(self) -> int:
+        return len(self.last_tokens) - 1
+
+    @property
+    def dummy_place(self) -> int:
+        """where K and V of padding are written"""
+        return self.attention.pool.num_pages * self.attention.pool.page_size
 
 
-class DecodeGraphs:
-    """The captured sizes of one engine, with the buffers that they read."""
+class StepGraphs(ABC):
+    """The captured sizes of one kind of step, with the buffers that they read."""
 
-    def __init__(
-        self,
-        model: CausalLM,
-        attention: TritonAttention,
-        comm: Communicator,
-        sampler: Sampler,
-        last_tokens: torch.Tensor,
-        max_rows: int,
-    ) -> None:
-        """`last_tokens`: int64 [slots + 1], the token that each slot sampled last. `max_rows`: no larger step is taken."""
-        self._model, self._attention, self._comm, self._sampler, self._last_tokens = model, attention, comm, sampler, last_tokens
+    name: str
+    """with the size in braces"""
+
+    def __init__(self, parts: GraphParts, block_size: int) -> None:
+        """`block_size`: numbers that a step brings to the device, at most."""
+        self._parts = parts
+        self._device = parts.attention.pool.k.device
+        self._block = torch.zeros(block_size, dtype=torch.int32, device=self._device)
+        self._ring = PinnedRing()
+        self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Outputs]] = {}
+        self._resampling: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        """by size and what its rows want of the sampler"""
+
+    @abstractmethod
+    def run(self, batch: Batch) -> Outputs | None:
+        """Launch the step: (logits [S, V], tokens int64 [S]) on the device, valid until the next step is launched.
+
+        None if no graph of these can compute it.
+        """
+
+    @abstractmethod
+    def upload(self, size: int, batch: Batch | None = None) -> None:
+        """Bring the step's numbers to where the graph reads them, in one copy; without a batch: padding only."""
+
+    @abstractmethod
+    def compute(self, size: int) -> Outputs:
+        """The step itself, over what has been uploaded."""
+
+    @abstractmethod
+    def sampled(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots and lengths, int32 [n] each, of the rows whose tokens are sampled; a length is the index of the new token."""
+
+    def replay(self, size: int, batch: Batch, slots: Int32Array) -> Outputs:
+        """Launch `size`, captured if need be, with the batch's numbers; `slots` [S] are those that sample."""
+        if size not in self._captured:
+            self._capture(size)
+        self.upload(size, batch)
+        graph, (logits, tokens) = self._captured[size]
+        graph.replay()
+        if kind := self._parts.sampler.on_device.kind(slots):
+            self._resample(size, kind)
+        return logits[: len(slots)], tokens[: len(slots)]
+
+    def _capture(self, size: int) -> None:
+        """Record the step of `size`. The runs before it, on padding, change no request's state."""
+        start = time.perf_counter()
+        self.upload(size)
+        self._parts.recorder.warm_up(lambda: self.compute(size))
+        warm = time.perf_counter()
+        self._captured[size] = self._parts.recorder.capture(lambda: self.compute(size))
+        warm_ms, capture_ms = (warm - start) * 1000, (time.perf_counter() - warm) * 1000
+        logger.debug("the %s: run in %.0f ms, captured in %.0f ms", self.name.format(size), warm_ms, capture_ms)
+
+    def _resample(self, size: int, kind: int) -> None:
+        """Do rows again that want more than temperature: the first time without a graph, which also compiles what the graph will hold."""
+        outputs = self._captured[size][1]
+        if (size, kind) in self._resampling:
+            self._resampling[size, kind].replay()
+            return
+        self._compute_others(size, kind, outputs)
+        self._resampling[size, kind] = self._parts.recorder.capture(lambda: self._compute_others(size, kind, outputs))[0]
+
+    def _compute_others(self, size: int, kind: int, outputs: Outputs) -> Outputs:
+        """Replace the tokens of the step just computed where `kind` says more."""
+        logits, tokens = outputs
+        slots, lengths = self.sampled(size)
+        self._parts.sampler.on_device.resample(tokens, logits, slots, lengths, kind)
+        remember(self._parts.last_tokens, slots, tokens)
+        return outputs
+
+    def _sample(self, size: int, hidden: torch.Tensor, context: Context) -> Outputs:
+        """From hidden states [n, hidden] of the rows that sample."""
+        logits = self._parts.model.lm_head.forward(hidden, context)
+        slots, lengths = self.sampled(size)
+        tokens = self._parts.sampler.on_device.sample(logits, slots, lengths)
+        remember(self._parts.last_tokens, slots, tokens)
+        return logits, tokens
+
+
+class DecodeGraphs(StepGraphs):
+    """Steps in which each row computes the token that it sampled last; a graph's size is its number of rows."""
+
+    name = "decode step of {} rows"
+
+    def __init__(self, parts: GraphParts, max_rows: int) -> None:
+        """`max_rows`: no larger step is taken."""
         self._max_rows = max_rows
-        self._device = attention.pool.k.device
-        self._dummy_slot = len(last_tokens) - 1
         stride = self._stride = graph_size(max_rows)
-        items = NUM_ROWS * stride + HEADER
-        self._updates_at, self._items_at = items, items + 3 * stride
-        num_items = attention.max_items(stride)
-        self._block = torch.zeros(self._items_at + 2 * num_items, dtype=torch.int32, device=self._device)
-        rows = self._block[: NUM_ROWS * stride].view(NUM_ROWS, stride)
+        self._updates_at = NUM_ROWS * stride + HEADER
+        self._items_at = self._updates_at + 3 * stride
+        num_items = parts.attention.max_items(stride)
+        super().__init__(parts, self._items_at + 2 * num_items)
+        rows = self._rows = self._block[: NUM_ROWS * stride].view(NUM_ROWS, stride)
         header = self._block[NUM_ROWS * stride :]
-        self._rows = rows
         self._num_updates = header[NUM_UPDATES : NUM_UPDATES + 1]
         self._updates = self._block[self._updates_at : self._items_at].view(stride, 3)
         self._work = DecodeWork(
@@ -84,47 +196,31 @@ class DecodeGraphs:
             items=self._block[self._items_at :].view(num_items, 2),
             num_items=header[NUM_ITEMS : NUM_ITEMS + 1],
         )
-        self._ring = PinnedRing()
-        self._side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        """one for all warm-ups and captures: the libraries keep a workspace for each stream"""
-        self._pool = torch.cuda.graph_pool_handle()
-        self._captured: dict[int, _Captured] = {}
-        self._resampling: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
-        """by number of rows and what they want of the sampler"""
+        self._plan: tuple[Int32Array, Int32Array] | None = None
+        """the attention's, of the step that comes next"""
 
-    def run(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Launch the step: (logits [B, V], tokens int64 [B]) on the device, valid until the next step is launched.
-
-        None if no graph can compute it: no decode step, too many rows, or, rarely, more changed pages or chunks than a graph has room for.
-        """
+    def run(self, batch: Batch) -> Outputs | None:
+        """None: no decode step, too many rows, or, rarely, more changed pages or chunks than a graph has room for."""
         if not batch.is_decode or batch.num_rows > self._max_rows or len(batch.prompt_targets):
             return None
         size = graph_size(batch.num_rows)
-        plan = self._attention.plan_decode(batch.positions + 1, size)
-        if len(batch.table_updates) > len(self._updates) or len(plan[1]) > len(self._work.items):
+        self._plan = self._parts.attention.plan_decode(batch.positions + 1, size)
+        if len(batch.table_updates) > len(self._updates) or len(self._plan[1]) > len(self._work.items):
             return None
-        if size not in self._captured:
-            self._captured[size] = self._capture(size)
-        self._upload(size, batch, plan)
-        captured = self._captured[size]
-        captured.graph.replay()
-        if kind := self._sampler.on_device.kind(batch.slots):
-            self._resample(size, kind)
-        return captured.logits[: batch.num_rows], captured.tokens[: batch.num_rows]
+        return self.replay(size, batch, batch.slots)
 
-    def _upload(self, size: int, batch: Batch | None = None, plan: tuple[Int32Array, Int32Array] | None = None) -> None:
-        """Bring the step's numbers to where the graph reads them, in one copy; without a batch: padding rows only."""
+    def upload(self, size: int, batch: Batch | None = None) -> None:
         stride = self._stride
         num_rows = 0 if batch is None else batch.num_rows
         block = self._ring.take(len(self._block))
         rows = block.array[: NUM_ROWS * stride].reshape(NUM_ROWS, stride)
-        dummy_page = self._attention.pool.num_pages * self._attention.pool.page_size
-        rows[:, num_rows:size] = np.array([[self._dummy_slot], [0], [0], [dummy_page], [0], [-1]], dtype=np.int32)
+        padding = [[self._parts.dummy_slot], [0], [0], [self._parts.dummy_place], [0], [-1]]
+        rows[:, num_rows:size] = np.array(padding, dtype=np.int32)
         header = block.array[NUM_ROWS * stride :]
         header[:HEADER] = 0
         end = self._items_at
-        if batch is not None and plan is not None:
-            first_partial, items = plan
+        if batch is not None and self._plan is not None:
+            first_partial, items = self._plan
             for row, name in enumerate(PLAN_FIELDS):
                 rows[row, :num_rows] = batch.view(name)
             rows[LENGTHS, :num_rows] = batch.positions + 1
@@ -134,52 +230,15 @@ class DecodeGraphs:
             block.array[self._updates_at : self._updates_at + updates.size] = updates.reshape(-1)
             end += items.size
             block.array[self._items_at : end] = items.reshape(-1)
-        self._block[:end].copy_(block.tensor[:end], non_blocking=True)
-        block.event = torch.cuda.current_stream(self._device).record_event(block.event)
+        self._ring.copy(block, self._block, end)
 
-    def _capture(self, size: int) -> _Captured:
-        """Record the step of `size` rows. The runs before it, on padding, change no request's state."""
-        start = time.perf_counter()
-        self._upload(size)
-        self._side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._side):
-            for _ in range(NUM_WARM_UPS):
-                self._compute(size)
-        torch.cuda.current_stream(self._device).wait_stream(self._side)
-        torch.cuda.synchronize(self._device)
-        warm = time.perf_counter()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._side):
-            logits, tokens = self._compute(size)
-        warm_ms, capture_ms = (warm - start) * 1000, (time.perf_counter() - warm) * 1000
-        logger.debug("the decode step of %d rows: run in %.0f ms, captured in %.0f ms", size, warm_ms, capture_ms)
-        return _Captured(graph, logits, tokens)
+    def compute(self, size: int) -> Outputs:
+        parts = self._parts
+        update_page_table(parts.attention.page_table, self._updates, self._num_updates)
+        ids, positions = decode_inputs(self._rows, parts.last_tokens, size)
+        metadata = parts.attention.decode_metadata(self._work, self._rows[3, :size])
+        context = Context(parts.attention, metadata, positions, parts.comm)
+        return self._sample(size, parts.model.model.forward(ids, None, context), context)
 
-    def _resample(self, size: int, kind: int) -> None:
-        """Do rows again that want more than temperature: the first time without a graph, which also compiles what the graph will hold."""
-        if (size, kind) in self._resampling:
-            self._resampling[size, kind].replay()
-            return
-        self._compute_others(size, kind)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._side):
-            self._compute_others(size, kind)
-        self._resampling[size, kind] = graph
-
-    def _compute_others(self, size: int, kind: int) -> None:
-        """Replace the tokens of the step just computed where `kind` says more."""
-        slots, captured = self._rows[0, :size], self._captured[size]
-        self._sampler.on_device.resample(captured.tokens, captured.logits, slots, self._rows[LENGTHS, :size], kind)
-        remember(self._last_tokens, slots, captured.tokens)
-
-    def _compute(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The step itself, over the first `size` rows of the block."""
-        slots, write_slots = self._rows[0, :size], self._rows[3, :size]
-        update_page_table(self._attention.page_table, self._updates, self._num_updates)
-        ids, positions = decode_inputs(self._rows, self._last_tokens, size)
-        context = Context(self._attention, self._attention.decode_metadata(self._work, write_slots), positions, self._comm)
-        hidden = self._model.model.forward(ids, None, context)
-        logits = self._model.lm_head.forward(hidden, context)
-        tokens = self._sampler.on_device.sample(logits, slots, self._rows[LENGTHS, :size])
-        remember(self._last_tokens, slots, tokens)
-        return logits, tokens
+    def sampled(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._rows[0, :size], self._rows[LENGTHS, :size]

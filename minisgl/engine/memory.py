@@ -18,11 +18,23 @@ from minisgl.kvcache.pool import bytes_per_page
 from minisgl.layers.attention import local_kv_heads
 from minisgl.models.config import ModelConfig
 
-__all__ = ["MemoryPlan", "available_bytes", "graph_bytes", "graph_size", "graph_sizes", "plan_memory"]
+__all__ = [
+    "MemoryPlan",
+    "available_bytes",
+    "extend_graph_bytes",
+    "extend_graph_rows",
+    "extend_graph_size",
+    "graph_bytes",
+    "graph_size",
+    "graph_sizes",
+    "plan_memory",
+]
 
 DEFAULT_RATIO = {"cpu": 0.3, "cuda": 0.9}
 """Share of the memory that is available before the model is loaded; a CPU's memory is not ours alone."""
 BYTES_PER_GRAPH = 8 * 2**20
+MAX_EXTEND_GRAPH_TOKENS, MAX_EXTEND_GRAPH_ROWS = 2048, 32
+"""Larger prefill steps are launched one kernel after the other: they take the device longer than the host."""
 WORKSPACE_BYTES = 32 * 2**20
 """Of cuBLAS, for the stream that graphs are captured on."""
 
@@ -73,6 +85,26 @@ def graph_size(num_rows: int) -> int:
 def graph_sizes(max_rows: int) -> list[int]:
     """All sizes that steps of at most `max_rows` rows need."""
     return sorted({graph_size(num_rows) for num_rows in range(1, max_rows + 1)})
+
+
+def extend_graph_size(num_tokens: int) -> int:
+    """Tokens of the graph that serves a prefill step of `num_tokens`: 64, then steps of 128 to 1,024, of 256 beyond."""
+    if num_tokens <= 64:
+        return 64
+    step = 128 if num_tokens <= 1024 else 256
+    return -(-num_tokens // step) * step
+
+
+def extend_graph_rows(max_running_req: int) -> int:
+    """Rows for which the graph of a prefill step has room."""
+    return min(MAX_EXTEND_GRAPH_ROWS, graph_size(max_running_req))
+
+
+def extend_graph_bytes(max_tokens: int, num_rows: int, share_of_step: int, vocab_size: int, dtype: torch.dtype) -> int:
+    """Bytes that CUDA graphs of up to `max_tokens` new tokens keep: `share_of_step`, which such a step takes and all share, and the rest
+    as `graph_bytes`."""
+    num_sizes = len({extend_graph_size(count) for count in range(1, max_tokens + 1)})
+    return share_of_step + graph_bytes([num_rows] * num_sizes, vocab_size, dtype) if max_tokens else 0
 
 
 def graph_bytes(sizes: Iterable[int], vocab_size: int, dtype: torch.dtype) -> int:

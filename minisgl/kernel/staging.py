@@ -50,6 +50,13 @@ class PinnedRing:
             block = self._blocks[index] = _Block(max(LEAST_CAPACITY, 1 << (size - 1).bit_length()))
         return block
 
+    @staticmethod
+    def copy(block: _Block, target: torch.Tensor, size: int) -> None:
+        """Begin to copy the first `size` elements of a block to `target` [size or more] on the device."""
+        target[:size].copy_(block.tensor[:size], non_blocking=True)
+        if target.is_cuda:
+            block.event = torch.cuda.current_stream(target.device).record_event(block.event)
+
 
 class Uploader:
     """Host arrays to device tensors, in one copy per call."""
@@ -66,8 +73,7 @@ class Uploader:
         target = torch.empty(total, dtype=torch.int32, device=self._device)
         block = self._ring.take(total)
         np.concatenate([array.reshape(-1) for array in arrays], out=block.array[:total])
-        target.copy_(block.tensor[:total], non_blocking=True)
-        block.event = torch.cuda.current_stream(self._device).record_event(block.event)
+        self._ring.copy(block, target, total)
         ends = np.cumsum([array.size for array in arrays]).tolist()
         return [target[end - array.size : end].view(array.shape) for end, array in zip(ends, arrays, strict=True)]
 

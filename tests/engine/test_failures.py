@@ -92,6 +92,7 @@ def test_graphs_are_gone_before_the_groups_are_and_stay_where_there_are_none(mon
             alive.remove(id(self))
 
     monkeypatch.setattr(graphs, "DecodeGraphs", Graphs)
+    monkeypatch.setattr(graphs, "Recorder", lambda device: None)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: seen.append(len(alive)))
     config = parse_model_config(LLAMA)

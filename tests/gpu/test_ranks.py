@@ -15,8 +15,10 @@ NUM_NEW = 32
 END_S = 15
 
 
+@pytest.mark.parametrize("nccl_only", ["", "1"], ids=["symmetric memory", "NCCL only"])
 @pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
-def test_two_ranks_give_the_ids_of_transformers(tiny_models, name):
+def test_two_ranks_give_the_ids_of_transformers(tiny_models, monkeypatch, name, nccl_only):
+    monkeypatch.setenv("MINISGL_DISABLE_SYMMETRIC_MEMORY", nccl_only)
     path = tiny_models(name)
     cases = json.loads((path / "expected.json").read_text(encoding="utf-8"))["cases"]
     greedy = SamplingParams(max_tokens=NUM_NEW, ignore_eos=True)

@@ -9,6 +9,7 @@ import torch
 
 from minisgl.core import SamplingParams, SlotSetup
 from minisgl.llm import LLM
+from tests.engine.parity import NOISE_BOUND, Expected, run, tiny_engine
 
 pytestmark = pytest.mark.gpu
 
@@ -76,6 +77,30 @@ def test_graphs_change_no_id_at_any_number_of_rows(tiny_models, num_rows):
     with cuda(path, cuda_graph_max_bs=0) as llm:
         without = ids_of(llm.generate(prompts, params, progress=False))
     assert with_graphs == without
+
+
+@pytest.mark.parametrize("budget", [0, 150])
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_of_any_length_and_number_continue_through_graphs_as_the_cpu_finds_likeliest(tiny_models, caplog, name, budget):
+    """Alone and beside others, in chunks, and again with a shared prefix; more rows than a graph has are there too. No logit of a chosen
+    token is further below the largest, as the CPU finds them, than fp32 rounds."""
+    path = tiny_models(name)
+    long = [token for prompt in cases(path)[0] for token in prompt] * 3
+    lengths = [1, 2, 63, 64, 65, 127, 130, 200, *range(3, 40)]
+    prompts = [[*long[length : 2 * length]] for length in lengths]
+    assert [len(prompt) for prompt in prompts] == lengths
+    caplog.set_level(logging.DEBUG, logger="minisgl.engine.graphs")
+    groups = [prompts[:4], *([prompt] for prompt in prompts[3:9]), prompts, prompts[:20]]
+    with cuda(path, max_extend_tokens=budget) as llm:
+        rounds = [ids_of(llm.generate(group, GREEDY, progress=False)) for group in groups]
+        llm.scheduler.check_integrity()
+        num_known_ids = llm.scheduler.engine.limits.num_known_ids
+    assert "prefill step of 64 tokens" in caplog.text
+    asked, chosen = ([one for group in some for one in group] for some in (groups, rounds))
+    exact = run(tiny_engine(path, num_pages=2048, max_running_req=len(asked)), asked, NUM_NEW, forced=chosen)
+    logits = torch.cat([own.logits for own in exact])[:, :num_known_ids]
+    regret = logits.max(1).values - logits.gather(1, torch.tensor(chosen).reshape(-1, 1))[:, 0]
+    assert float(regret.max()) <= 2 * NOISE_BOUND * Expected.of(path).noise
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])

@@ -29,6 +29,8 @@ Int32Array = npt.NDArray[np.int32]
 
 BLOCK_M = 128
 """New tokens of one tile."""
+SMALL = tl.constexpr(1e-30)
+"""Less than any sum of exponentials, of which the largest is 1."""
 WIDE_SHARED_BYTES = 144 * 1024
 """What tiles of BLOCK_M tokens take where a head is wider than 128. GPUs of sm_86, sm_89 and sm_120 have 99 KiB for a program."""
 
@@ -207,5 +209,5 @@ def _prefill_kernel(
             STAGES,
             IS_MASKED,
         )
-    acc = state[2] / state[1][:, None]
+    acc = state[2] / tl.maximum(state[1], SMALL)[:, None]  # a tile of a row without tokens has seen nothing
     tl.store(out + place * (NUM_HEADS * HEAD_DIM) + columns, acc.to(out.dtype.element_ty), mask=is_used)

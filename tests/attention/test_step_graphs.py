@@ -1,0 +1,199 @@
+"""What the CUDA graphs compute, without capturing: a stand-in for the recorder runs a step's code again at each replay.
+
+On a CPU the kernels run in Triton's interpreter. That graphs hold it, and hold it rightly, tests/gpu shows.
+"""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from minisgl.distributed import DistributedInfo, make_communicator
+from minisgl.engine.base import EngineLimits
+from minisgl.engine.engine import Engine
+from minisgl.engine.memory import extend_graph_bytes, extend_graph_size
+from minisgl.kvcache.pool import make_kv_pool
+from minisgl.layers.base import Spec
+from minisgl.models.config import parse_model_config
+from minisgl.models.decoder import CausalLM
+from minisgl.models.weights import fill_dummy
+from tests.models.small import LLAMA, MOE
+from tests.tools.plan import Planner
+
+pytest.importorskip("triton")
+extend_graphs = pytest.importorskip("minisgl.engine.extend_graphs")
+graphs = pytest.importorskip("minisgl.engine.graphs")
+from minisgl.attention.torch_backend import TorchAttention  # noqa: E402
+from minisgl.attention.triton_backend import TritonAttention  # noqa: E402
+from minisgl.engine.device_sampler import DeviceSampler  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # padding holds anything
+CPU = torch.device("cpu")
+ONE = DistributedInfo(0, 1)
+NUM_PAGES, PAGE_SIZE, NUM_SLOTS, NUM_COLUMNS = 40, 16, 4, 16
+
+
+class Again:
+    """A graph's stand-in: computes again, into the tensors of the capture."""
+
+    def __init__(self, compute, outputs):
+        self._compute, self._outputs = compute, outputs
+
+    def replay(self):
+        for target, values in zip(self._outputs, self._compute(), strict=True):
+            target.copy_(values)
+
+
+class FakeRecorder:
+    def __init__(self):
+        self.num_captured = 0
+
+    def warm_up(self, compute):
+        compute()
+
+    def capture(self, compute):
+        self.num_captured += 1
+        outputs = compute()
+        return Again(compute, outputs), outputs
+
+
+class Bench:
+    """One model twice: eager with dense attention, and as graphs compute it, each with its own pool."""
+
+    def __init__(self, raw, max_tokens=64):
+        config = parse_model_config(raw | {"head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1})
+        self.model = CausalLM(config, Spec(torch.float32, CPU, ONE))
+        fill_dummy(self.model, 5)
+        for name, tensor in self.model.state_dict().items():
+            if "norm" not in name:
+                tensor.mul_(8)  # far from uniform logits
+        comm = make_communicator(ONE, None)
+        limits = EngineLimits(
+            num_pages=NUM_PAGES, page_size=PAGE_SIZE, max_seq_len=250, max_running_req=NUM_SLOTS, vocab_size=config.vocab_size
+        )
+        self.eager = Engine(self.model, TorchAttention(*self._memory(config)), comm, limits, None)
+        attention = TritonAttention(*self._memory(config))
+        sampler = SimpleNamespace(on_device=DeviceSampler(NUM_SLOTS, config.vocab_size, CPU))
+        self.recorder = FakeRecorder()
+        self.last_tokens = torch.zeros(NUM_SLOTS + 1, dtype=torch.int64)
+        parts = graphs.GraphParts(self.model, attention, comm, sampler, self.last_tokens, self.recorder)
+        self.graphs = (extend_graphs.ExtendGraphs(parts, max_tokens), graphs.DecodeGraphs(parts, NUM_SLOTS))
+        self.planner = Planner(NUM_PAGES, PAGE_SIZE, NUM_SLOTS)
+        self.random = torch.Generator().manual_seed(1)
+
+    @staticmethod
+    def _memory(config):
+        attention = config.attention
+        pool = make_kv_pool(config.num_layers, NUM_PAGES, attention.num_kv_heads, PAGE_SIZE, attention.head_dim, torch.float32, CPU)
+        return pool, torch.full((NUM_SLOTS + 1, NUM_COLUMNS), pool.dummy_page, dtype=torch.int32)
+
+    def add(self, uid, length):
+        self.planner.add(uid, torch.randint(0, 90, (length,), generator=self.random).tolist())
+
+    def step(self, extend, *, is_token_hidden=False):
+        """The tokens that the graphs sample; logits and tokens are those of the eager engine."""
+        batch = self.planner.plan(extend, is_token_hidden=is_token_hidden)
+        with torch.inference_mode():
+            self.eager._last_tokens.copy_(self.last_tokens)  # what only the device knows
+            expected = self.eager.forward(batch)
+            found = [outputs for own in self.graphs if (outputs := own.run(batch)) is not None]
+        assert len(found) == 1
+        logits, tokens = found[0]
+        assert logits.shape == expected.shape
+        if len(expected):
+            spread = float(expected.std())
+            assert float((logits - expected).abs().max()) < 1e-4 * spread
+            assert tokens.tolist() == expected.argmax(-1).tolist()
+        for row, token in zip(batch.sample_rows.tolist(), tokens.tolist(), strict=True):
+            self.planner.rows[batch.uids[row]].tokens.append(token)
+        return tokens.tolist()
+
+
+@pytest.mark.parametrize("raw", [LLAMA, MOE], ids=["dense", "experts"])
+def test_prompts_in_chunks_beside_each_other_and_their_decode_steps_are_those_of_the_eager_engine(raw):
+    bench = Bench(raw)
+    for uid, length in enumerate((5, 70, 21)):
+        bench.add(uid, length)
+    assert bench.step({1: 30}) == []  # nobody samples
+    assert len(bench.step({0: 5, 1: 40, 2: 19})) == 2  # a whole prompt, a last chunk and one in between
+    bench.step(dict.fromkeys((0, 1), 1), is_token_hidden=True)
+    bench.add(3, 17)
+    assert len(bench.step({2: 2, 3: 17})) == 2
+    bench.step(dict.fromkeys(range(4), 1), is_token_hidden=True)
+    bench.planner.drop(0)
+    bench.add(4, 33)
+    bench.step({4: 33})
+    bench.step(dict.fromkeys(range(1, 5), 1), is_token_hidden=True)
+
+
+@pytest.fixture
+def nothing_computed(monkeypatch):
+    """Sizes only."""
+    outputs = torch.zeros(NUM_SLOTS, 8), torch.zeros(NUM_SLOTS, dtype=torch.int64)
+    monkeypatch.setattr(extend_graphs.ExtendGraphs, "compute", lambda self, size: outputs)
+
+
+@pytest.mark.usefixtures("nothing_computed")
+def test_a_size_is_captured_once_and_the_largest_first():
+    bench = Bench(LLAMA, max_tokens=192)
+    for uid in range(3):
+        bench.add(uid, 9)
+        bench.graphs[0].run(bench.planner.plan({uid: 9}))
+    assert bench.recorder.num_captured == 2
+    assert list(bench.graphs[0]._captured) == [256, 64]
+
+
+@pytest.mark.usefixtures("nothing_computed")
+def test_steps_for_which_no_graph_has_room_are_left_to_the_engine(monkeypatch):
+    bench = Bench(LLAMA, max_tokens=128)
+    for uid in range(4):
+        bench.add(uid, 60)
+    extend = bench.graphs[0]
+    assert extend.run(bench.planner.plan({0: 33, 1: 33, 2: 33, 3: 30})) is None  # 129 tokens
+    assert extend.run(bench.planner.plan(dict.fromkeys(range(4), 1))) is not None
+    for uid in range(4):
+        bench.planner.rows[uid].tokens = bench.planner.rows[uid].tokens[: bench.planner.rows[uid].num_cached + 1]
+    assert extend.run(bench.planner.plan(dict.fromkeys(range(4), 1))) is None  # a decode step
+    assert bench.recorder.num_captured == 2
+    monkeypatch.setattr(extend_graphs, "MAX_UPDATES", 0)
+    bench.planner.rows[0].tokens += [1] * 40
+    assert extend.run(bench.planner.plan({0: 40})) is None  # more pages than it can note
+
+
+@pytest.mark.usefixtures("nothing_computed")
+def test_more_rows_than_a_graph_has_are_left_to_the_engine(monkeypatch):
+    monkeypatch.setattr(extend_graphs, "extend_graph_rows", lambda count: 2)
+    bench = Bench(LLAMA)
+    for uid in range(3):
+        bench.add(uid, 6)
+    assert bench.graphs[0].run(bench.planner.plan({0: 2, 1: 2, 2: 2})) is None
+    assert bench.graphs[0].run(bench.planner.plan({0: 2, 1: 2})) is not None
+
+
+def test_pages_of_the_table_are_written_by_the_graph_itself_and_only_those_of_the_step():
+    bench = Bench(LLAMA)
+    bench.add(0, 60)
+    bench.add(1, 7)
+    table = bench.graphs[0]._parts.attention.page_table
+    for extend in ({0: 33}, {0: 27, 1: 7}):
+        bench.step(extend)
+        rows = {uid: bench.planner.rows[uid] for uid in (0, 1)}
+        for row in rows.values():
+            assert table[row.slot, : len(row.pages)].tolist() == row.pages
+        others = [slot for slot in range(NUM_SLOTS + 1) if slot not in {row.slot for row in rows.values()}]
+        assert (table[others] == NUM_PAGES).all()
+
+
+def test_sizes_waste_little_and_cover_all():
+    for count in range(1, 2049):
+        size = extend_graph_size(count)
+        assert count <= size <= max(64, count + 255)
+        assert extend_graph_size(size) == size
+    assert [extend_graph_size(n) for n in (1, 65, 128, 1025, 2048)] == [64, 128, 128, 1280, 2048]
+
+
+def test_memory_of_the_graphs_counts_each_sizes_logits_and_the_largest_step_once():
+    assert extend_graph_bytes(0, 32, 10**9, 1000, torch.bfloat16) == 0
+    one, two = (extend_graph_bytes(tokens, 32, 10**9, 1000, torch.bfloat16) for tokens in (64, 128))
+    assert one > 10**9
+    assert two - one == extend_graph_bytes(256, 32, 10**9, 1000, torch.bfloat16) - two
