@@ -71,7 +71,11 @@ ENGINE_FLAGS = (
         "most prompt tokens of one step while other answers are being written and wait for it; 0: 2048 on CUDA, 128 on a CPU; "
         "without a server as many as --max-extend-tokens",
     ),
-    _Flag("cuda_graph_max_bs", ("--cuda-graph-max-bs",), "largest decode step, in requests, that is a CUDA graph; 0: none is, nor a prefill step"),
+    _Flag(
+        "cuda_graph_max_bs",
+        ("--cuda-graph-max-bs",),
+        "largest decode step, in requests, that is a CUDA graph; 0: none is, nor a prefill step",
+    ),
     _Flag("reserve_tokens", ("--reserve-tokens",), "tokens of answer for which room is kept when a further request is admitted"),
     _Flag("cache_type", ("--cache-type", "--cache"), "radix: equal beginnings of prompts are computed once; naive: never", CACHE_TYPES),
     _Flag(

@@ -284,16 +284,7 @@ def make_engine(
 
     max_graph_rows, max_graph_tokens, step_bytes = 0, 0, 0
     if device.type == "cuda":
-        trial = build(1, 0, 0)
-        largest = config.max_extend_tokens or DEFAULT_EXTEND_TOKENS["cuda"]
-        step_bytes = measure_step(trial, largest, has_decode_step=not trial.can_be_captured)
-        if trial.can_be_captured and (model_config.moe is None or default_moe_backend(device).supports_graphs):
-            max_graph_rows = min(config.cuda_graph_max_bs, config.max_running_req)
-            max_graph_tokens = min(MAX_EXTEND_GRAPH_TOKENS, largest) if max_graph_rows and trial.extends_in_graphs else 0
-        del trial
-        vocab, rows = model_config.vocab_size, extend_graph_rows(config.max_running_req)
-        extend_bytes = extend_graph_bytes(max_graph_tokens, rows, step_bytes * max_graph_tokens // largest, vocab, dtype)
-        step_bytes += extend_bytes + graph_bytes(graph_sizes(max_graph_rows), vocab, dtype)
+        max_graph_rows, max_graph_tokens, step_bytes = _measure(build(1, 0, 0), config, model_config, dtype, device)
     plan = plan_memory(config, model_config, dtype, page_size, available, num_bytes, device.type, step_bytes)
     plan = replace(plan, num_pages=_minimum(plan.num_pages, groups))
     graphs = ", decode steps without CUDA graphs" if device.type == "cuda" and not max_graph_rows else ""
@@ -303,6 +294,19 @@ def make_engine(
     if config.num_pages and config.memory_ratio:
         log(f"--memory-ratio {config.memory_ratio:g} has no effect beside --num-pages {config.num_pages}")
     return build(plan.num_pages, max_graph_rows, max_graph_tokens)
+
+
+def _measure(trial: Engine, config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> tuple[int, int, int]:
+    """Rows of the largest decode step that is a graph, new tokens of the largest prefill step, and the bytes that steps and graphs take."""
+    largest = config.max_extend_tokens or DEFAULT_EXTEND_TOKENS["cuda"]
+    step_bytes = measure_step(trial, largest, has_decode_step=not trial.can_be_captured)
+    max_rows = max_tokens = 0
+    if trial.can_be_captured and (model.moe is None or default_moe_backend(device).supports_graphs):
+        max_rows = min(config.cuda_graph_max_bs, config.max_running_req)
+        max_tokens = min(MAX_EXTEND_GRAPH_TOKENS, largest) if max_rows and trial.extends_in_graphs else 0
+    share, num_rows = step_bytes * max_tokens // largest, extend_graph_rows(config.max_running_req)
+    extend_bytes = extend_graph_bytes(max_tokens, num_rows, share, model.vocab_size, dtype)
+    return max_rows, max_tokens, step_bytes + extend_bytes + graph_bytes(graph_sizes(max_rows), model.vocab_size, dtype)
 
 
 def _join(config: EngineConfig, rendezvous: Path | None, device: torch.device) -> Groups:
