@@ -61,13 +61,14 @@ def rank(number: int, size: int, rendezvous: Path, out: Path | None) -> None:
     torch.cuda.set_device(device)
     groups = join_groups(DistributedInfo(number, size), rendezvous, device)
     assert groups.device is not None
-    shared = make_communicator(DistributedInfo(number, size), groups.device, device)
+    shared = make_communicator(DistributedInfo(number, size), groups, device)
     assert isinstance(shared, SymmetricMemory), "the GPUs share no memory"
     sides = {"nccl_us": TorchDistributed(groups.device, size), "symmetric_us": shared}
     rows = []
     for kib in SIZES_KIB:
         tensor = torch.full((kib * 512,), number + 1, dtype=torch.bfloat16, device=device)
-        assert bool((shared.all_reduce(tensor.clone()) == size * (size + 1) // 2).all())
+        for own in (tensor, tensor.float(), tensor.half()):
+            assert bool((shared.all_reduce(own.clone()) == size * (size + 1) // 2).all()), own.dtype
         graphs = {name: make_graph(comm, torch.zeros_like(tensor)) for name, comm in sides.items()}
         times: dict[str, list[float]] = {name: [] for name in sides}
         for _ in range(ROUNDS):

@@ -1,7 +1,7 @@
 """Attention by our Triton kernels: the default on a CUDA device. Tests run it on a CPU, in Triton's interpreter.
 
 A step in which every row computes one token goes to the decode kernel, any other to the prefill kernel. The engine's CUDA graphs use
-the decode kernel over buffers of fixed addresses: `decode_metadata` for the capture, then a copy of `plan_decode` per step.
+both over buffers of fixed addresses: `decode_metadata` or `extend_metadata` for the capture, then a copy of the plan per step.
 
 Letters: T new tokens, B rows, H query heads, K KV heads, D head dim, N work items or tiles.
 """

@@ -43,7 +43,7 @@ class EngineConfig:
     max_extend_tokens: int = 0
     """Most new tokens of one step, longer prompts are computed in chunks; 0 is 8192 on CUDA and 256 on a CPU."""
     cuda_graph_max_bs: int = 256
-    """Decode steps of at most so many rows are CUDA graphs; 0: none is. Without effect on a CPU."""
+    """Decode steps of at most so many rows are CUDA graphs; 0: none is, nor a prefill step. Without effect on a CPU."""
     attention_backend: str = "auto"
     """A name in the registry of attention backends, which also checks it, or two, "PREFILL,DECODE"; "auto" is the best that runs here."""
     use_dummy_weight: bool = False

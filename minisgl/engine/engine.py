@@ -32,6 +32,7 @@ from minisgl.engine.memory import (
     available_bytes,
     extend_graph_bytes,
     extend_graph_rows,
+    extend_graph_size,
     graph_bytes,
     graph_sizes,
     plan_memory,
@@ -264,7 +265,7 @@ def make_engine(
         model.model.tabulate(max_seq_len, dtype)
     groups = _join(config, rendezvous, device)
     _check_weights(digests, groups)
-    comm = make_communicator(config.tp_info, groups.device, device)
+    comm = make_communicator(config.tp_info, groups, device)
     end_ids, num_known_ids = load_ids(model_dir) if ids is None else ids
 
     def build(num_pages: int, max_graph_rows: int, max_graph_tokens: int) -> Engine:
@@ -288,7 +289,8 @@ def make_engine(
     plan = plan_memory(config, model_config, dtype, page_size, available, num_bytes, device.type, step_bytes)
     plan = replace(plan, num_pages=_minimum(plan.num_pages, groups))
     graphs = ", decode steps without CUDA graphs" if device.type == "cuda" and not max_graph_rows else ""
-    log(f"attention: {described}{graphs}; memory: {plan}")
+    sums = f"; sums over the ranks: {comm.description}" if config.tp_info.size > 1 else ""
+    log(f"attention: {described}{graphs}{sums}; memory: {plan}")
     if config.cuda_graph_max_bs not in (0, EngineConfig.cuda_graph_max_bs) and not max_graph_rows:
         log(f"--cuda-graph-max-bs {config.cuda_graph_max_bs} has no effect: this device, attention or model runs without CUDA graphs")
     if config.num_pages and config.memory_ratio:
@@ -304,7 +306,7 @@ def _measure(trial: Engine, config: EngineConfig, model: ModelConfig, dtype: tor
     if trial.can_be_captured and (model.moe is None or default_moe_backend(device).supports_graphs):
         max_rows = min(config.cuda_graph_max_bs, config.max_running_req)
         max_tokens = min(MAX_EXTEND_GRAPH_TOKENS, largest) if max_rows and trial.extends_in_graphs else 0
-    share, num_rows = step_bytes * max_tokens // largest, extend_graph_rows(config.max_running_req)
+    share, num_rows = step_bytes * extend_graph_size(max_tokens) // largest if max_tokens else 0, extend_graph_rows(config.max_running_req)
     extend_bytes = extend_graph_bytes(max_tokens, num_rows, share, model.vocab_size, dtype)
     return max_rows, max_tokens, step_bytes + extend_bytes + graph_bytes(graph_sizes(max_rows), model.vocab_size, dtype)
 

@@ -173,7 +173,7 @@ class StepGraphs(ABC):
 
 
 class DecodeGraphs(StepGraphs):
-    """Steps in which each row computes the token that it sampled last; a graph's size is its number of rows."""
+    """Steps in which each row computes one token and samples; a graph's size is its number of rows."""
 
     name = "decode step of {} rows"
 

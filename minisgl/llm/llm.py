@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ from minisgl.message import UserMsg
 from minisgl.models.resolve import resolve_model
 from minisgl.scheduler.config import SchedulerConfig
 from minisgl.tokenizer.loader import Tokenizer, load_tokenizer
-from minisgl.tokenizer.prompt import Chat, Prompt, check_sampling_ids, check_token_ids, prompt_ids
+from minisgl.tokenizer.prompt import Chat, Prompt, check_sampling_ids, check_token_ids, encode_prompts
 
 if TYPE_CHECKING:
     from minisgl.llm.local import LocalRank
@@ -41,6 +42,8 @@ __all__ = ["LLM"]
 logger = logging.getLogger(__name__)
 
 MIN_PROMPTS_FOR_PROGRESS = 8
+MOST_PROMPTS_AT_ONCE = 256
+"""are tokenized together, and begin before the others are"""
 NOT_OFFLINE = ("model_path", "dtype", "offline_mode", "tp_info", "backend_create_detokenizer_link", "_unique_suffix", "record")
 """Fields of SchedulerConfig that are arguments of their own or mean nothing without other processes."""
 
@@ -145,7 +148,7 @@ class LLM:
         return self._stream(prompt, params)
 
     def _stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[GenerationChunk]:
-        output = self._submit(prompt, params)
+        ((output,),) = self._submit([(prompt, params)])
         num_shown = num_tokens = 0
         try:
             while True:
@@ -200,10 +203,12 @@ class LLM:
         self._backend()
         first_uid = self._num_requests
         try:
-            choices = [
-                [self._submit(prompt, choice, variables) for choice in split_choices(own)]
-                for prompt, own in zip(prompts, params, strict=True)
-            ]
+            choices: list[list[Output]] = []
+            waiting = zip(prompts, params, strict=True)
+            while batch := list(islice(waiting, MOST_PROMPTS_AT_ONCE)):
+                if choices and self._backend().outputs:
+                    self._run_step()  # a GPU computes while the next prompts are tokenized
+                choices += self._submit(batch, variables)
             self._finish([output for group in choices for output in group], is_shown)
         finally:
             self._drop(range(first_uid, self._num_requests))
@@ -227,15 +232,22 @@ class LLM:
         with self._watched() as backend:
             backend.run_step()
 
-    def _submit(self, prompt: Prompt, params: SamplingParams, variables: Mapping[str, Any] | None = None) -> Output:
-        """Queue one request; a prompt that cannot be served gives an output that has ended already. With `variables` it is a chat."""
+    def _submit(self, requests: Sequence[tuple[Prompt, SamplingParams]], variables: Mapping[str, Any] | None = None) -> list[list[Output]]:
+        """Queue requests; the outputs of each one's choices. With `variables` the prompts are chats."""
+        encoded = encode_prompts([prompt for prompt, _ in requests], self._tokenizer, variables)
+        return [[self._queue(ids, choice) for choice in split_choices(own)] for (_, own), ids in zip(requests, encoded, strict=True)]
+
+    def _queue(self, ids: list[int] | RequestError, params: SamplingParams) -> Output:
+        """Queue one output; one that cannot be served has ended already."""
         backend = self._backend()
         uid, self._num_requests = self._num_requests, self._num_requests + 1
         try:
             if params.stop and self._tokenizer is None:
                 raise RequestError(f"stop: {self._config.model_path} holds no tokenizer.json; use stop_token_ids", param="stop")
             check_sampling_ids(params, backend.limits.vocab_size)
-            ids = _token_ids(prompt, self._tokenizer, backend.limits.vocab_size, variables)
+            if isinstance(ids, RequestError):
+                raise ids
+            check_token_ids(ids, backend.limits.vocab_size)
         except RequestError as error:
             output = Output(uid, 0, params, None)
             output.end("error", error=str(error))
@@ -260,22 +272,6 @@ def _start(config: SchedulerConfig, tokenizer: Tokenizer | None) -> LocalRank | 
     from minisgl.llm.local import LocalRank  # loads torch
 
     return LocalRank(config, None if tokenizer is None else (tokenizer.eos_token_ids, tokenizer.vocab_size))
-
-
-def _token_ids(prompt: Prompt, tokenizer: Tokenizer | None, vocab_size: int, variables: Mapping[str, Any] | None) -> list[int]:
-    """The prompt's ids, checked. With `variables` it is a chat, whatever it looks like."""
-    if not isinstance(prompt, Sequence) or isinstance(prompt, (bytes, bytearray)):
-        found = type(prompt).__name__
-        raise RequestError(f"the prompt is of type {found}; a text, a list of token ids or a list of messages is wanted", param="prompt")
-    if variables is None:
-        return prompt_ids(prompt, tokenizer, vocab_size)
-    if isinstance(prompt, str) or not all(isinstance(message, Mapping) for message in prompt):
-        raise RequestError("messages: a list of messages with `role` and `content` is wanted", param="messages")
-    if tokenizer is None:
-        raise RequestError("messages: the model's directory holds no tokenizer.json; give token ids to generate", param="messages")
-    ids = tokenizer.apply_chat_template(prompt, **variables)  # type: ignore[arg-type]  # all are mappings
-    check_token_ids(ids, vocab_size)
-    return ids
 
 
 def _join_choices(results: list[GenerationResult]) -> GenerationResult:

@@ -17,17 +17,33 @@ class Output:
     def __init__(self, uid: int, num_prompt_tokens: int, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
         self.uid = uid
         self.token_ids: list[int] = []
-        self.text = ""
         self.result: GenerationResult | None = None
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.num_cached_tokens = 0
         """prompt tokens from the prefix cache; told with the first token, for a stop string is no ending to the scheduler"""
+        self._text = ""
+        self._unread: list[int] = []
+        """tokens that are no text yet"""
         self._params = params
         self._num_prompt_tokens = num_prompt_tokens
         self._stream = None
         if tokenizer is not None:
             self._stream = TextStream(tokenizer, skip_special_tokens=params.skip_special_tokens, stop=params.stop)
+
+    @property
+    def text(self) -> str:
+        """All that can be shown so far. It is made when asked for: many tokens at once take less time than one by one."""
+        self._read()
+        return self._text
+
+    def _read(self) -> bool:
+        """Bring the text up to date. True if a stop string has been completed."""
+        if self._stream is None:
+            return False
+        self._text += self._stream.extend(self._unread)
+        self._unread.clear()
+        return self._stream.stopped
 
     def take(self, message: DetokenizeMsg | PromptLogprobsMsg) -> bool:
         """Add a message. True if a stop string was completed by it: the scheduler is then to be told to abort."""
@@ -41,11 +57,11 @@ class Output:
             self.logprobs.append(message.logprobs)
         if message.next_token is not None:
             self.token_ids.append(message.next_token)
-            if self._stream is not None and message.finish_reason != "stop":
-                self.text += self._stream.push(message.next_token)
-                if self._stream.stopped:
-                    self.end("stop")
-                    return not message.finished
+            if message.finish_reason != "stop":
+                self._unread.append(message.next_token)
+            if self._params.stop and self._read():
+                self.end("stop")
+                return not message.finished
         if message.finished:
             assert message.finish_reason is not None
             self.end(message.finish_reason, error=message.error)
@@ -53,10 +69,9 @@ class Output:
 
     def end(self, reason: FinishReason, *, error: str | None = None) -> None:
         """Nothing more will come."""
-        if self._stream is not None and not self._stream.stopped:
-            self.text += self._stream.finish()
+        self._text = self.text + (self._stream.finish() if self._stream is not None else "")
         self.result = GenerationResult(
-            self.text,
+            self._text,
             self.token_ids,
             reason,
             self._num_prompt_tokens,

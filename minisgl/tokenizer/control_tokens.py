@@ -60,7 +60,7 @@ class ControlTokens:
                 self._twin = self._make_twin()
         text = self._substitute(self._names, own)
         text = text.translate({ord(stand_in): spelling for spelling, stand_in in stand_ins.items()})
-        return encode_freely(self._twin, text, add_special_tokens=False)
+        return encode_freely(self._twin, [text], add_special_tokens=False)[0]
 
     def _matches(self, text: str) -> Iterator[re.Match[str]]:
         """Each spelling in `text`, from left to right, the longest where several begin."""

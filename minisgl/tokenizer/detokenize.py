@@ -9,6 +9,7 @@ Knows nothing of requests, messages or usage. Called by the detokenizer process 
 from __future__ import annotations
 
 import codecs
+from collections.abc import Iterable
 from typing import Protocol
 
 from minisgl.tokenizer.pieces import TokenPieces
@@ -57,6 +58,15 @@ class TextStream:
             return ""
         self._is_first = False
         return self._show(self._utf8.decode(piece))
+
+    def extend(self, token_ids: Iterable[int]) -> str:
+        """The same as `push` of each, joined, in a fraction of the time."""
+        pieces = []
+        for token_id in token_ids:
+            if token_id not in self._hidden and (piece := self._pieces.piece(token_id, is_first=self._is_first)) is not None:
+                self._is_first = False
+                pieces.append(piece)
+        return "" if self._stopped else self._show(self._utf8.decode(b"".join(pieces)))
 
     def finish(self) -> str:
         """The output ended; returns the tail. An unfinished character shows as replacement characters."""

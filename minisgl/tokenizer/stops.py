@@ -22,14 +22,15 @@ class StopFinder:
         if "" in stops:
             raise RequestError("stop: an empty string found; each stop is a string of at least one character", param="stop")
         self._stops = stops
+        self._firsts = {stop[0] for stop in stops}
         self._borders = [_borders(stop) for stop in stops]
         self._matched = [0] * len(stops)
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
         """Take the next piece. Returns (text that can be no part of a stop, whether a stop was completed)."""
-        if not self._stops:
-            return text, False
+        if not self._stops or (not any(self._matched) and self._firsts.isdisjoint(text)):
+            return text, False  # no stop has begun, and none begins here
         for place, char in enumerate(text):
             completed = self._step(char)
             if completed:

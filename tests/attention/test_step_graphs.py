@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from minisgl.distributed import DistributedInfo, make_communicator
+from minisgl.distributed.groups import Groups
 from minisgl.engine.base import EngineLimits
 from minisgl.engine.engine import Engine
 from minisgl.engine.memory import extend_graph_bytes, extend_graph_size
@@ -67,7 +68,7 @@ class Bench:
         for name, tensor in self.model.state_dict().items():
             if "norm" not in name:
                 tensor.mul_(8)  # far from uniform logits
-        comm = make_communicator(ONE, None)
+        comm = make_communicator(ONE, Groups(None, None), CPU)
         limits = EngineLimits(
             num_pages=NUM_PAGES, page_size=PAGE_SIZE, max_seq_len=250, max_running_req=NUM_SLOTS, vocab_size=config.vocab_size
         )

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from minisgl.attention import make_attention_backend
 from minisgl.core import Context
 from minisgl.distributed import Communicator, DistributedInfo, make_communicator
+from minisgl.distributed.groups import Groups
 from minisgl.engine.base import EngineLimits
 from minisgl.engine.engine import Engine
 from minisgl.kvcache.pool import make_kv_pool
@@ -107,7 +108,7 @@ def model_logits(model_dir: Path, comm: Communicator, tp: DistributedInfo) -> to
 
 
 def compute(tp: DistributedInfo, group: Any, directory: Path) -> dict[str, torch.Tensor]:
-    comm = make_communicator(tp, group)
+    comm = make_communicator(tp, Groups(group, group), CPU)
     results = collectives(comm, tp.rank) | vocabulary(comm, tp)
     results["row linear"] = row_linear(comm, tp).clone()
     results |= {f"model {path.name}": model_logits(path, comm, tp) for path in sorted((directory / "models").iterdir())}

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from minisgl.distributed import DistributedInfo, make_communicator
 from minisgl.distributed.communicator import Communicator, SingleRank
+from minisgl.distributed.groups import Groups
 from minisgl.errors import ConfigError
 from minisgl.layers.base import Spec
 from minisgl.models.config import parse_model_config
@@ -21,6 +22,7 @@ from tests.distributed.rank import DTYPES, HIDDEN, SHAPES, VOCAB, compute, value
 from tests.models.small import LLAMA, MOE, QWEN3
 
 SIZE = 4
+CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = {
     "untied": LLAMA | {"vocab_size": 97},
@@ -117,7 +119,7 @@ def test_a_model_cut_over_four_ranks_gives_the_whole_ones_logits(ranks, alone, n
 
 
 def test_one_rank_exchanges_nothing():
-    comm = make_communicator(DistributedInfo(0, 1), None)
+    comm = make_communicator(DistributedInfo(0, 1), Groups(None, None), CPU)
     tensor = torch.randn(3, 4)
     assert isinstance(comm, SingleRank)
     assert isinstance(comm, Communicator)
@@ -127,4 +129,4 @@ def test_one_rank_exchanges_nothing():
 
 def test_several_ranks_need_a_group():
     with pytest.raises(ConfigError, match="4 ranks need a process group for their tensors, none was given"):
-        make_communicator(DistributedInfo(1, 4), None)
+        make_communicator(DistributedInfo(1, 4), Groups(None, None), CPU)

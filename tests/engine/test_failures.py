@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from minisgl.core import SamplingParams
 from minisgl.distributed import DistributedInfo, make_communicator
+from minisgl.distributed.groups import Groups
 from minisgl.engine import engine as engine_module
 from minisgl.engine.base import EngineLimits
 from minisgl.engine.config import EngineConfig
@@ -92,6 +93,7 @@ def test_graphs_are_gone_before_the_groups_are_and_stay_where_there_are_none(mon
             alive.remove(id(self))
 
     monkeypatch.setattr(graphs, "DecodeGraphs", Graphs)
+    monkeypatch.setattr(pytest.importorskip("minisgl.engine.extend_graphs"), "ExtendGraphs", Graphs)
     monkeypatch.setattr(graphs, "Recorder", lambda device: None)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "destroy_process_group", lambda: seen.append(len(alive)))
@@ -101,7 +103,15 @@ def test_graphs_are_gone_before_the_groups_are_and_stay_where_there_are_none(mon
     limits = EngineLimits(num_pages=8, page_size=16, max_seq_len=64, max_running_req=2, vocab_size=config.vocab_size)
     one = DistributedInfo(0, 1)
     model = CausalLM(config, Spec(torch.float32, CPU, one))
-    engine = Engine(model, attention, make_communicator(one, None), limits, object() if has_group else None, max_graph_rows=2)
-    assert len(alive) == 1
+    engine = Engine(
+        model,
+        attention,
+        make_communicator(one, Groups(None, None), CPU),
+        limits,
+        object() if has_group else None,
+        max_graph_rows=2,
+        max_graph_tokens=8,
+    )
+    assert len(alive) == 2
     engine.close()
-    assert (seen, len(alive)) == (([0], 0) if has_group else ([], 1))
+    assert (seen, len(alive)) == (([0], 0) if has_group else ([], 2))

@@ -1,7 +1,11 @@
 """Two GPUs that share a model: the ids of transformers, with NCCL inside CUDA graphs, and an end that comes."""
 
 import json
+import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ from minisgl.llm import LLM
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="wants two GPUs"), pytest.mark.timeout(180)]
 
+ROOT = Path(__file__).resolve().parents[2]
 NUM_NEW = 32
 END_S = 15
 
@@ -30,3 +35,16 @@ def test_two_ranks_give_the_ids_of_transformers(tiny_models, monkeypatch, name, 
     start = time.monotonic()
     llm.close()
     assert time.monotonic() - start < END_S
+
+
+def test_sums_through_symmetric_memory_are_exact_in_every_type_and_size(tmp_path):
+    """The benchmark checks them, and fails where the GPUs share no memory or NCCL serves what it should not."""
+    done = subprocess.run(
+        [sys.executable, "benchmark/gpu/all_reduce.py", "--out", str(tmp_path / "sums.json")],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert [row["kib"] for row in json.loads((tmp_path / "sums.json").read_text())["sums"]] == [10, 64, 256, 640, 1024, 2048, 4096]

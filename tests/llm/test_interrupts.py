@@ -9,6 +9,7 @@ import pytest
 
 from minisgl.core import SamplingParams
 from minisgl.llm.interrupts import interrupts_held
+from minisgl.llm.llm import MOST_PROMPTS_AT_ONCE
 
 LONG = SamplingParams(ignore_eos=True, max_tokens=400)
 SHORT = SamplingParams(ignore_eos=True, max_tokens=8)
@@ -92,16 +93,17 @@ def test_a_step_that_fails_ends_a_stream_that_runs_beside_with_the_reason(own, m
 
 def test_ctrl_c_while_prompts_are_tokenized_leaves_nothing_behind(llm, monkeypatch):
     expected = llm.generate([1, 2, 3], SHORT)[0].token_ids
-    real, left = llm.tokenizer.encode, iter(range(3))
+    real, left = llm.tokenizer.encode_batch, iter(range(2))
 
-    def encode(text):
+    def encode_batch(texts, add_special_tokens):
         if next(left, None) is None:
+            assert not llm.scheduler.is_idle  # those before have begun
             interrupt()
-        return real(text)
+        return real(texts, add_special_tokens)
 
-    monkeypatch.setattr(llm.tokenizer, "encode", encode)
+    monkeypatch.setattr(llm.tokenizer, "encode_batch", encode_batch)
     with pytest.raises(KeyboardInterrupt):
-        llm.generate(["some text"] * 6, LONG)
+        llm.generate(["some text"] * (3 * MOST_PROMPTS_AT_ONCE), LONG)
     check_usable(llm, expected)
 
 

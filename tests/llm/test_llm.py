@@ -11,6 +11,7 @@ import pytest
 from minisgl.core import SamplingParams
 from minisgl.errors import ClosedError, ConfigError, ModelFormatError, RequestError
 from minisgl.llm import LLM
+from minisgl.llm.llm import MOST_PROMPTS_AT_ONCE
 
 CHAT = [{"role": "user", "content": "Hello there"}]
 GREEDY = SamplingParams(max_tokens=6)
@@ -61,6 +62,38 @@ def test_results_come_in_the_order_of_the_prompts(llm):
     assert [result.num_prompt_tokens for result in results] == [len(prompt) for prompt in prompts]
     assert [len(result.token_ids) for result in results] == [own.max_tokens for own in params]
     assert {result.finish_reason for result in results} == {"length"}
+
+
+def test_more_prompts_than_are_tokenized_at_once_answer_as_each_alone(llm, monkeypatch):
+    count = 2 * MOST_PROMPTS_AT_ONCE + 3
+    kinds = [lambda n: f"Text {n}", lambda n: [1 + n, 2], lambda n: [{"role": "user", "content": f"Chat {n}"}], lambda n: [n, -1]]
+    prompts = [kinds[n % 4](n) for n in range(count)]
+    sizes, real, running = [], llm.tokenizer.encode_batch, []
+
+    def encode_batch(texts, add_special_tokens):
+        sizes.append(len(texts))
+        running.append(not llm.scheduler.is_idle)
+        return real(texts, add_special_tokens)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.tokenizer, "encode_batch", encode_batch)
+        results = llm.generate(prompts, SamplingParams(max_tokens=1))
+    assert sizes == [64] * 4 + [1, 1]
+    assert running == [False, False, True, True, True, True]
+    assert len(results) == count
+    for n in [*range(8), *range(MOST_PROMPTS_AT_ONCE - 4, MOST_PROMPTS_AT_ONCE + 4), *range(count - 4, count)]:
+        (alone,) = llm.generate([prompts[n]], SamplingParams(max_tokens=1))
+        assert [results[n].token_ids, results[n].text, results[n].error] == [alone.token_ids, alone.text, alone.error]
+        assert results[n].num_prompt_tokens == alone.num_prompt_tokens
+    assert [n % 4 == 3 for n in range(count)] == [result.error is not None for result in results]
+    check_idle(llm)
+
+
+def test_prompts_that_all_fail_before_the_rest_are_tokenized_do_not_wait_for_a_step(llm):
+    bad = [[-1]] * MOST_PROMPTS_AT_ONCE
+    results = llm.generate([*bad, [1, 2, 3], *bad, [1, 2, 3]], GREEDY)
+    assert [place for place, result in enumerate(results) if result.error is None] == [len(bad), 2 * len(bad) + 1]
+    check_idle(llm)
 
 
 def test_no_prompts_give_no_results(llm):

@@ -20,6 +20,7 @@ from minisgl.cli import main
 from minisgl.core import SamplingParams
 from minisgl.errors import ClosedError, ConfigError, RequestError, WorkerError
 from minisgl.llm import LLM, ranks
+from minisgl.llm.llm import MOST_PROMPTS_AT_ONCE
 from minisgl.llm.output import Output
 from minisgl.utils import run_directory
 from tests.llm.conftest import SMALL
@@ -104,6 +105,12 @@ def test_texts_chats_and_choices_are_those_of_one_rank(pair, llm):
         ]
     assert pair.chat(CHAT, SHORT).text == llm.chat(CHAT, SHORT).text
     assert pair.tokenizer.decode([5]) == llm.tokenizer.decode([5])
+
+
+def test_prompts_beyond_those_tokenized_at_once_are_answered_though_all_before_them_failed(pair, llm):
+    bad = [[-1]] * MOST_PROMPTS_AT_ONCE
+    prompts = [*bad * 5, [1, 2, 3], *bad, [4, 5]]
+    assert token_ids(pair.generate(prompts, SHORT)) == token_ids(llm.generate(prompts, SHORT))
 
 
 def test_log_probabilities_are_those_of_one_rank(pair, llm):

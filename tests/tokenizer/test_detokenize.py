@@ -54,6 +54,25 @@ def test_joined_pieces_are_the_librarys_decode_for_byte_level(case, skips):
         piece.encode("utf-8")
 
 
+@given(byte_vocabularies(), st.booleans(), st.lists(st.sampled_from(["o", "世", "\ufffd", "wo", " "]), max_size=2), st.data())
+@settings(max_examples=300, deadline=None)
+def test_several_tokens_at_once_show_what_they_show_one_by_one(case, skips, stops, data):
+    extra, ids = case
+    sentences = data.draw(st.booleans())
+    tokenizer = SENTENCES if sentences else fakes.ours(fakes.byte_level(extra))
+    ids = [3 + token_id for token_id in ids] if sentences else ids
+    options = {"skip_special_tokens": skips, "stop": tuple(stops), "continues": data.draw(st.booleans())}
+    one_by_one, at_once = TextStream(tokenizer, **options), TextStream(tokenizer, **options)
+    while ids:
+        size = data.draw(st.integers(0, len(ids)))
+        part, ids = (ids[:size], ids[size:]) if size else (ids, [])
+        assert at_once.extend(part) == "".join(one_by_one.push(token_id) for token_id in part)
+        assert at_once.stopped == one_by_one.stopped
+        if not at_once.stopped:
+            assert at_once.num_chars == one_by_one.num_chars
+    assert at_once.finish() == one_by_one.finish()
+
+
 @given(st.lists(st.integers(0, 3 + 256 + len(fakes.SENTENCE_WORDS)), max_size=12), st.booleans())
 @settings(max_examples=300, deadline=None)
 def test_sentence_piece_decodes_as_the_library_but_for_invalid_runs(ids, skips):

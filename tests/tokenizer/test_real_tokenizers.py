@@ -72,6 +72,24 @@ def test_ids_and_text_equal_the_library_for_every_prefix(case, text):
                 assert text_so_far.rstrip("\ufffd") == joined(ours, ids, skip_special_tokens=skips)[: len(text_so_far.rstrip("\ufffd"))]
 
 
+def test_many_texts_at_once_have_the_ids_of_each_alone(case, monkeypatch):
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "true")
+    _, ours, library = case
+    source = random.Random(5)
+    texts = ["".join(source.choices(TEXTS, k=source.randrange(30))) for _ in range(300)]
+    for adds in (True, False):
+        assert ours.encode_batch(texts, adds) == [library.encode(text, add_special_tokens=adds).ids for text in texts]
+
+
+def test_many_tokens_at_once_show_what_they_show_one_by_one(case):
+    _, ours, _ = case
+    source = random.Random(9)
+    for _ in range(300):
+        ids = [source.randrange(ours.vocab_size + 50) for _ in range(source.randrange(40))] + ours.encode(source.choice(TEXTS))
+        for skips in (True, False):
+            assert ours.decode(ids, skips) == joined(ours, ids, skip_special_tokens=skips)
+
+
 def test_random_ids_equal_the_library(case):
     name, ours, library = case
     source = random.Random(7)
