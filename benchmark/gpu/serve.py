@@ -105,6 +105,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, help="directory with a tokenizer, where the model has none")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 64, 256], help="loads")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each load, of which the median counts")
+    parser.add_argument("--offline-repeats", type=int, help="runs of the offline class (default: as many)")
     parser.add_argument("--requests-per-stream", type=int, default=0, help="as of minisgl bench serve")
     parser.add_argument("--prompt-tokens", default="128:640", help="as of minisgl bench serve")
     parser.add_argument("--answer-tokens", default="64:448", help="as of minisgl bench serve")
@@ -122,7 +123,7 @@ def main() -> None:
         report = {"model": args.model.name, "flags": args.flags, "ready_s": ready_s, "streams": loads}
         if not args.flags:  # the offline class has the defaults
             largest = loads[str(max(args.streams))]
-            alone = report["offline"] = offline(model, largest, args.repeats)
+            alone = report["offline"] = offline(model, largest, args.offline_repeats or args.repeats)
             share = report["share_of_offline"] = largest["output_tokens_per_s"] / alone["output_tokens_per_s"]
             print(f"offline, the same requests: {alone['output_tokens_per_s']:,.0f} tok/s; over HTTP {share:.0%} of it")
     if args.out:
