@@ -37,7 +37,7 @@ from minisgl.engine.memory import (
     graph_sizes,
     plan_memory,
 )
-from minisgl.engine.peak import measure_step
+from minisgl.engine.peak import DEMANDING, largest_batch, measure_step
 from minisgl.engine.sampler import Sampler
 from minisgl.errors import ConfigError, WorkerError
 from minisgl.kernel.packed import can_pack
@@ -61,6 +61,8 @@ __all__ = ["Engine", "choose_device", "choose_dtype", "choose_max_seq_len", "mak
 logger = logging.getLogger(__name__)
 
 DEFAULT_PAGE_SIZE = {"cpu": 16, "cuda": 64}
+REHEARSED_TOKENS = 512
+"""More than the products of few rows take, less than takes time."""
 PROMPT_LOGITS = 256
 """Prompt tokens whose logits are computed together."""
 
@@ -138,6 +140,21 @@ class Engine:
         parts = GraphParts(self.model, attention, self._comm, self._sampler, self._last_tokens, Recorder(self._device))
         graphs: list[StepGraphs] = [DecodeGraphs(parts, max_rows)]
         return [*graphs, ExtendGraphs(parts, max_tokens)] if max_tokens else graphs
+
+    def compile_ahead(self) -> None:
+        """On a GPU, compile the kernels of all steps side by side. This engine has a pool of one page and computes nothing afterwards.
+
+        Launches are noted and not made, so nothing that is computed here has a meaning; log probabilities would take it for token ids.
+        """
+        from minisgl.kernel.gpu.launch import collecting, compile_together
+
+        graphs, self._graphs = self._graphs, []
+        with collecting() as noted, torch.inference_mode():
+            self._submit(largest_batch(self.limits, REHEARSED_TOKENS, replace(DEMANDING, logprobs=None)))
+            for own in graphs:
+                own.rehearse()
+        compile_together(noted)
+        torch.cuda.synchronize()
 
     @property
     def can_be_captured(self) -> bool:
@@ -285,7 +302,7 @@ def make_engine(
 
     max_graph_rows, max_graph_tokens, step_bytes = 0, 0, 0
     if device.type == "cuda":
-        max_graph_rows, max_graph_tokens, step_bytes = _measure(build(1, 0, 0), config, model_config, dtype, device)
+        max_graph_rows, max_graph_tokens, step_bytes = _measure(build, config, model_config, dtype, device)
     plan = plan_memory(config, model_config, dtype, page_size, available, num_bytes, device.type, step_bytes)
     plan = replace(plan, num_pages=_minimum(plan.num_pages, groups))
     graphs = ", decode steps without CUDA graphs" if device.type == "cuda" and not max_graph_rows else ""
@@ -298,14 +315,24 @@ def make_engine(
     return build(plan.num_pages, max_graph_rows, max_graph_tokens)
 
 
-def _measure(trial: Engine, config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> tuple[int, int, int]:
-    """Rows of the largest decode step that is a graph, new tokens of the largest prefill step, and the bytes that steps and graphs take."""
+def _measure(
+    build: Callable[[int, int, int], Engine], config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[int, int, int]:
+    """Rows of the largest decode step that is a graph, new tokens of the largest prefill step, and the bytes that steps and graphs take.
+
+    `build`: engines of so many pages, rows and tokens. The kernels are compiled before, and what that leaves on the device counts too.
+    """
     largest = config.max_extend_tokens or DEFAULT_EXTEND_TOKENS["cuda"]
-    step_bytes = measure_step(trial, largest, has_decode_step=not trial.can_be_captured)
-    max_rows = max_tokens = 0
+    trial, max_rows, max_tokens = build(1, 0, 0), 0, 0
     if trial.can_be_captured and (model.moe is None or default_moe_backend(device).supports_graphs):
         max_rows = min(config.cuda_graph_max_bs, config.max_running_req)
         max_tokens = min(MAX_EXTEND_GRAPH_TOKENS, largest) if max_rows and trial.extends_in_graphs else 0
+    torch.cuda.empty_cache()
+    free = available_bytes(device)
+    build(1, max_rows, max_tokens).compile_ahead()
+    torch.cuda.empty_cache()
+    step_bytes = max(0, free - available_bytes(device))
+    step_bytes += measure_step(trial, largest, has_decode_step=not trial.can_be_captured)
     share, num_rows = step_bytes * extend_graph_size(max_tokens) // largest if max_tokens else 0, extend_graph_rows(config.max_running_req)
     extend_bytes = extend_graph_bytes(max_tokens, num_rows, share, model.vocab_size, dtype)
     return max_rows, max_tokens, step_bytes + extend_bytes + graph_bytes(graph_sizes(max_rows), model.vocab_size, dtype)

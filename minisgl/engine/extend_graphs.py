@@ -13,7 +13,7 @@ import torch
 
 from minisgl.core import Batch, Context, Int32Array
 from minisgl.engine.graphs import PLAN_FIELDS, GraphParts, Outputs, StepGraphs
-from minisgl.engine.memory import extend_graph_rows, extend_graph_size
+from minisgl.engine.memory import extend_graph_rows, extend_graph_size, extend_graph_sizes
 from minisgl.kernel.gpu.inputs import decode_inputs, update_page_table
 from minisgl.kernel.gpu.prefill_attention import PrefillRows, plan_prefill
 
@@ -47,6 +47,10 @@ class ExtendGraphs(StepGraphs):
     def _num_tiles(self, size: int, tile: int) -> int:
         """Tiles of `size` tokens in so many rows, at most: each row may leave one unfilled."""
         return size // tile + self._max_rows
+
+    @property
+    def sizes(self) -> list[int]:
+        return extend_graph_sizes(self._max_tokens)
 
     def run(self, batch: Batch) -> Outputs | None:
         """None: a decode step, more tokens, rows or changed pages than a graph has room for, or prompts that are scored."""

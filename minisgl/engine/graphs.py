@@ -22,7 +22,8 @@ import torch
 from minisgl.attention.triton_backend import TritonAttention
 from minisgl.core import Batch, Context, Int32Array
 from minisgl.distributed import Communicator
-from minisgl.engine.memory import graph_size
+from minisgl.engine.device_sampler import ADJUSTED, FILTERED
+from minisgl.engine.memory import graph_size, graph_sizes
 from minisgl.engine.sampler import Sampler
 from minisgl.kernel.gpu.decode_attention import DecodeWork
 from minisgl.kernel.gpu.inputs import decode_inputs, remember, update_page_table
@@ -106,6 +107,11 @@ class StepGraphs(ABC):
         self._resampling: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         """by size and what its rows want of the sampler"""
 
+    @property
+    @abstractmethod
+    def sizes(self) -> list[int]:
+        """All that may be captured."""
+
     @abstractmethod
     def run(self, batch: Batch) -> Outputs | None:
         """Launch the step: (logits [S, V], tokens int64 [S]) on the device, valid until the next step is launched.
@@ -124,6 +130,14 @@ class StepGraphs(ABC):
     @abstractmethod
     def sampled(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Slots and lengths, int32 [n] each, of the rows whose tokens are sampled; a length is the index of the new token."""
+
+    def rehearse(self) -> None:
+        """Run what graphs of all sizes will hold, on padding, with all that rows may want of the sampler."""
+        for size in self.sizes:
+            self.upload(size)
+            outputs = self.compute(size)
+            for kind in (FILTERED, ADJUSTED):
+                self._compute_others(size, kind, outputs)
 
     def replay(self, size: int, batch: Batch, slots: Int32Array) -> Outputs:
         """Launch `size`, captured if need be, with the batch's numbers; `slots` [S] are those that sample."""
@@ -198,6 +212,10 @@ class DecodeGraphs(StepGraphs):
         )
         self._plan: tuple[Int32Array, Int32Array] | None = None
         """the attention's, of the step that comes next"""
+
+    @property
+    def sizes(self) -> list[int]:
+        return graph_sizes(self._max_rows)
 
     def run(self, batch: Batch) -> Outputs | None:
         """None: no decode step, too many rows, or, rarely, more changed pages or chunks than a graph has room for."""

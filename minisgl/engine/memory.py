@@ -24,6 +24,7 @@ __all__ = [
     "extend_graph_bytes",
     "extend_graph_rows",
     "extend_graph_size",
+    "extend_graph_sizes",
     "graph_bytes",
     "graph_size",
     "graph_sizes",
@@ -95,6 +96,11 @@ def extend_graph_size(num_tokens: int) -> int:
     return -(-num_tokens // step) * step
 
 
+def extend_graph_sizes(max_tokens: int) -> list[int]:
+    """All sizes that prefill steps of at most `max_tokens` new tokens need."""
+    return sorted({extend_graph_size(count) for count in range(1, max_tokens + 1)})
+
+
 def extend_graph_rows(max_running_req: int) -> int:
     """Rows for which the graph of a prefill step has room."""
     return min(MAX_EXTEND_GRAPH_ROWS, graph_size(max_running_req))
@@ -103,8 +109,8 @@ def extend_graph_rows(max_running_req: int) -> int:
 def extend_graph_bytes(max_tokens: int, num_rows: int, share_of_step: int, vocab_size: int, dtype: torch.dtype) -> int:
     """Bytes that CUDA graphs of up to `max_tokens` new tokens keep: `share_of_step`, which such a step takes and all share, and the rest
     as `graph_bytes`."""
-    num_sizes = len({extend_graph_size(count) for count in range(1, max_tokens + 1)})
-    return share_of_step + graph_bytes([num_rows] * num_sizes, vocab_size, dtype) if max_tokens else 0
+    sizes = extend_graph_sizes(max_tokens)
+    return share_of_step + graph_bytes([num_rows] * len(sizes), vocab_size, dtype) if sizes else 0
 
 
 def graph_bytes(sizes: Iterable[int], vocab_size: int, dtype: torch.dtype) -> int:

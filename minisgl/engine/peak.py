@@ -44,7 +44,7 @@ def measure_step(engine: _Engine, num_tokens: int, *, has_decode_step: bool) -> 
     return peak
 
 
-def largest_batch(limits: EngineLimits, num_tokens: int) -> Batch:
+def largest_batch(limits: EngineLimits, num_tokens: int, params: SamplingParams = DEMANDING) -> Batch:
     """A prefill step of `num_tokens` tokens, as many rows as may run, all of which sample; K and V go to the dummy page."""
     num_rows = min(limits.max_running_req, num_tokens)
     extend = np.full(num_rows, num_tokens // num_rows, dtype=np.int32)
@@ -61,5 +61,5 @@ def largest_batch(limits: EngineLimits, num_tokens: int) -> Batch:
         "write_slots": np.full_like(zeros, limits.num_pages * limits.page_size),
         "sample_rows": slots,
     }
-    setups = tuple(SlotSetup(slot, DEMANDING, slot, frozenset(), nothing, nothing) for slot in range(num_rows))
+    setups = tuple(SlotSetup(slot, params, slot, frozenset(), nothing, nothing) for slot in range(num_rows))
     return make_batch(0, tuple(range(num_rows)), arrays, setups)

@@ -49,10 +49,10 @@ class Recorder:
     def __init__(self, kernel, arch):
         self.kernel, self.arch, self.compiled = kernel, arch, None
 
-    def __getitem__(self, grid):
-        return self.launch
+    def prepare(self, *constants, **options):
+        return lambda grid, *values: self(grid, *values, *constants, **options)
 
-    def launch(self, *args, **constants):
+    def __call__(self, grid, *args, **constants):
         options = {name: constants.pop(name) for name in OPTIONS if name in constants}
         names = self.kernel.arg_names[: len(args)]
         signature = {n: type_of(a) for n, a in zip(names, args, strict=True)}
@@ -111,6 +111,7 @@ def facts(compiled, arch=90):
 
 
 def compile_decode(arch, num_heads, num_kv_heads, head_dim, page_size, num_rows, dtype=torch.bfloat16, config=None):
+    decode._prepared.cache_clear()
     decode._decode_kernel = recorder = Recorder(KERNELS["decode"], arch)
     decode.pdl_options = pdl_options if arch >= 90 else lambda: {"PDL": False}
     q = torch.empty(num_rows, num_heads, head_dim, dtype=dtype)
@@ -127,6 +128,7 @@ def compile_form(arch, form, *numbers):
 
 
 def compile_prefill(arch, num_heads, num_kv_heads, head_dim, page_size, dtype=torch.bfloat16):
+    prefill._prepared.cache_clear()
     prefill._prefill_kernel = recorder = Recorder(KERNELS["prefill"], arch)
     q = torch.empty(300, num_heads, head_dim, dtype=dtype)
     pool = torch.empty(6, num_kv_heads, page_size, head_dim, dtype=dtype)
@@ -138,7 +140,7 @@ def compile_prefill(arch, num_heads, num_kv_heads, head_dim, page_size, dtype=to
     return recorder.compiled
 
 
-KERNELS = {"decode": decode._decode_kernel, "prefill": prefill._prefill_kernel}
+KERNELS = {"decode": decode._decode_kernel.kernel, "prefill": prefill._prefill_kernel.kernel}
 COMPILERS = {"decode": compile_decode, "prefill": compile_prefill, "form": compile_form}
 
 

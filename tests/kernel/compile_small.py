@@ -40,14 +40,15 @@ class Recorder:
     """Compiles instead of launching; every tensor counts as aligned to 16 bytes."""
 
     def __init__(self, module, name):
-        self.kernel = getattr(module, name)
+        self.launcher = getattr(module, name)
+        self.kernel = self.launcher.kernel
         setattr(module, name, self)
         self.compiled = None
 
-    def __getitem__(self, grid):
-        return self.launch
+    def prepare(self, *constants, **options):
+        return lambda grid, *values: self(grid, *values, *constants, **options)
 
-    def launch(self, *args, num_warps=4, launch_pdl=False, PDL=False, **options):
+    def __call__(self, grid, *args, num_warps=4, launch_pdl=False, PDL=False, **options):
         signature, constants, attrs = {}, {}, {}
         for i, (parameter, arg) in enumerate(zip(self.kernel.params, (*args, PDL), strict=True)):
             if parameter.is_constexpr:
@@ -73,19 +74,19 @@ def compile_model(name, model):
     yield f"rms_norm {name}", recorder.compiled
     norm.add_rms_norm(x, x, gain, 1e-6)
     yield f"add_rms_norm {name}", recorder.compiled
-    norm._rms_norm_kernel = recorder.kernel
+    norm._rms_norm_kernel = recorder.launcher
 
     recorder = Recorder(activation, "_silu_mul_kernel")
     activation.silu_mul(tensor(4, 2 * model.intermediate))
     yield f"silu_mul {name}", recorder.compiled
-    activation._silu_mul_kernel = recorder.kernel
+    activation._silu_mul_kernel = recorder.launcher
 
     recorder = Recorder(rope, "_rope_and_store_kernel")
     qkv, angles = tensor(4, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim), tensor(4, model.head_dim // 2)
     pool, gain = tensor(2, model.num_kv_heads, 64, model.head_dim), tensor(model.head_dim)
     rope.rope_and_store(qkv, angles, angles, (gain, gain, 1e-6), pool, pool, tensor(4, dtype=torch.int32))
     yield f"rope_and_store {name}", recorder.compiled
-    rope._rope_and_store_kernel = recorder.kernel
+    rope._rope_and_store_kernel = recorder.launcher
 
 
 def compile_others(recorder, workspace):

@@ -10,11 +10,15 @@ Letters: T tokens, I intermediate width.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minisgl.kernel.gpu.launch import Launcher, ceil_div, next_power_of_2
 from minisgl.kernel.gpu.pdl import pdl_options
 
 __all__ = ["silu_mul"]
@@ -27,11 +31,19 @@ def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     gate_up = gate_up.contiguous()
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_tokens, width)
-    block = min(BLOCK, max(triton.next_power_of_2(width), 128))
-    _silu_mul_kernel[(num_tokens, triton.cdiv(width, block))](out, gate_up, width, block, num_warps=max(block // 256, 1), **pdl_options())
+    num_blocks, launch = _prepared(width)
+    launch((num_tokens, num_blocks), out, gate_up)
     return out
 
 
+@functools.cache
+def _prepared(width: int) -> tuple[int, Callable[..., None]]:
+    """Programs of a row, and the launch."""
+    block = min(BLOCK, max(next_power_of_2(width), 128))
+    return ceil_div(width, block), _silu_mul_kernel.prepare(width, block, num_warps=max(block // 256, 1), **pdl_options())
+
+
+@Launcher
 @triton.jit
 def _silu_mul_kernel(out, gate_up, width: tl.constexpr, block: tl.constexpr, PDL: tl.constexpr):
     if PDL:

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minisgl.kernel.gpu.launch import Launcher, ceil_div
 from minisgl.kernel.gpu.pdl import pdl_options
 
 __all__ = ["IS_END", "IS_PROMPT", "ONE_OUTPUT", "Said", "Wishes", "adjust", "note"]
@@ -80,17 +81,16 @@ def adjust(
     rows = (out, logits, slots, positions, said.tokens, *numbers)
     sizes = (logits.stride(0), vocab_size, said.tokens.stride(0))
     options = {"num_warps": 4, "enable_fp_fusion": False, **pdl_options()}  # each operation rounds, as in the twins
-    grid = (triton.cdiv(vocab_size, block), num_rows)
-    _adjust_kernel[grid](*rows, *sizes, block, **options)
+    _adjust_kernel((ceil_div(vocab_size, block), num_rows), *rows, *sizes, block, **options)
     biases = (wishes.num_biases, said.bias_ids, said.biases)
-    _bias_kernel[(num_rows,)](*rows, *biases, *sizes, said.biases.shape[1], **options)
+    _bias_kernel((num_rows,), *rows, *biases, *sizes, said.biases.shape[1], **options)
     return out
 
 
 def note(said: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> None:
     """Count one output of each row's token; negative ones are not counted. said int32 [slots, V or more]; tokens int64 [S]."""
     num_rows = len(slots)
-    _note_kernel[(triton.cdiv(num_rows, NOTE_BLOCK),)](said, slots, tokens, num_rows, said.stride(0), NOTE_BLOCK, **pdl_options())
+    _note_kernel((ceil_div(num_rows, NOTE_BLOCK),), said, slots, tokens, num_rows, said.stride(0), NOTE_BLOCK, **pdl_options())
 
 
 @triton.jit
@@ -107,6 +107,7 @@ def _penalised(logit, token, is_known, slot, position, said, repetitions, freque
     return logit - tl.where(count > 0, tl.load(presences + slot), 0.0)
 
 
+@Launcher
 @triton.jit
 def _adjust_kernel(
     out,
@@ -142,6 +143,7 @@ def _adjust_kernel(
     tl.store(out + row.to(tl.int64) * vocab_size + token, logit, mask=in_row)
 
 
+@Launcher
 @triton.jit
 def _bias_kernel(
     out,
@@ -182,6 +184,7 @@ def _bias_kernel(
     tl.store(out + row.to(tl.int64) * vocab_size + token, logit, mask=is_bias)
 
 
+@Launcher
 @triton.jit(do_not_specialize=["num_rows"])
 def _note_kernel(said, slots, tokens, num_rows, said_stride: tl.constexpr, block: tl.constexpr, PDL: tl.constexpr):
     if PDL:

@@ -15,6 +15,8 @@ Letters: B rows, H query heads, K KV heads, G = H / K, D head dim, P pages, N wo
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -27,6 +29,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from minisgl.kernel.gpu.attention_loop import attend, attend_tiles, registers_for, softmax_scale
+from minisgl.kernel.gpu.launch import Launcher, next_power_of_2
 from minisgl.kernel.gpu.pdl import pdl_options
 
 __all__ = [
@@ -115,6 +118,7 @@ class DecodeConfig:
         return self.form != "masked" and is_power and page_size % self.block_n == 0
 
 
+@functools.cache
 def decode_config(head_dim: int, dtype: torch.dtype, num_rows: int, page_size: int) -> DecodeConfig:
     """The configuration used for a head size, type, rows of the step (padding of its graph included) and page size.
 
@@ -180,6 +184,7 @@ def make_partials(num_items: int, max_rows: int, num_kv_heads: int, group: int, 
     )
 
 
+@functools.cache
 def num_multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a CUDA device; 1 elsewhere, where the interpreter runs programs one by one."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
@@ -218,30 +223,29 @@ def decode_attention(
     they hold afterwards has no meaning. Without `config` the plan must have the chunk that `decode_config` gives for B rows.
     """
     num_rows, num_heads, head_dim = q.shape
-    num_kv_heads, page_size = (k_pool.base if isinstance(k_pool, TensorDescriptor) else k_pool).shape[1:3]
-    group = num_heads // num_kv_heads
+    _, num_kv_heads, page_size, _ = (k_pool.base if isinstance(k_pool, TensorDescriptor) else k_pool).shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     config = config or decode_config(head_dim, q.dtype, num_rows, page_size)
     num_programs = min(num_multiprocessors(q.device) * config.programs_per_sm, len(work.items) * num_kv_heads)
     if num_rows == 0 or num_programs == 0:
         return out
-    padded_group, padded_dim = triton.next_power_of_2(group), max(16, triton.next_power_of_2(head_dim))
     is_tiled = config.has_tiles(head_dim, page_size)
-    is_swapped = is_tiled and config.form == "swapped"
     k_pool, k_tiles = _with_tiles(k_pool, config, is_tiled)
     v_pool, v_tiles = _with_tiles(v_pool, config, is_tiled)
     plan = (work.slots, work.lengths, work.first_partial, work.items, work.num_items, partials.acc, partials.lse, partials.counters)
-    _decode_kernel[(num_programs,)](
-        q,
-        k_pool,
-        v_pool,
-        k_tiles,
-        v_tiles,
-        out,
-        page_table,
-        *plan,
-        page_table.stride(0),
-        Q_STRIDE=q.stride(0),
+    launch = _prepared(q.stride(0), num_heads, num_kv_heads, head_dim, page_size, config)
+    launch((num_programs,), q, k_pool, v_pool, k_tiles, v_tiles, out, page_table, *plan, page_table.stride(0))
+    return out
+
+
+@functools.cache
+def _prepared(q_stride: int, num_heads: int, num_kv_heads: int, head_dim: int, page_size: int, config: DecodeConfig) -> Callable[..., None]:
+    group = num_heads // num_kv_heads
+    padded_group, padded_dim = next_power_of_2(group), max(16, next_power_of_2(head_dim))
+    is_tiled = config.has_tiles(head_dim, page_size)
+    is_swapped = is_tiled and config.form == "swapped"
+    return _decode_kernel.prepare(
+        Q_STRIDE=q_stride,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEAD_DIM=head_dim,
@@ -260,7 +264,6 @@ def decode_attention(
         maxnreg=registers_for(config.num_warps, config.programs_per_sm),
         **pdl_options(),
     )
-    return out
 
 
 @triton.jit
@@ -303,6 +306,7 @@ def _combine(
     tl.store(out + heads[:, None] * HEAD_DIM + dims[None, :], (acc / total[:, None]).to(out.dtype.element_ty), mask=is_used)
 
 
+@Launcher
 @triton.jit(
     do_not_specialize=["table_stride"],
     do_not_specialize_on_alignment=["table", "slots", "lengths", "first_partials", "items", "num_items", "counters"],

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minisgl.kernel.gpu.launch import Launcher, ceil_div, next_power_of_2
 from minisgl.kernel.gpu.pdl import pdl_options
 
 __all__ = ["vocab_embedding"]
@@ -26,12 +27,13 @@ def vocab_embedding(ids: torch.Tensor, weight: torch.Tensor, first_id: int) -> t
     """ids int64 [T]; weight [V, hidden], rows contiguous, of the ids from `first_id` on -> [T, hidden]. A block may be empty."""
     num_ids, hidden = weight.shape
     out = weight.new_empty(len(ids), hidden)
-    block = min(BLOCK, triton.next_power_of_2(hidden))
-    grid = (len(ids), triton.cdiv(hidden, block))
-    _vocab_embedding_kernel[grid](out, ids, weight, first_id, num_ids, hidden, block, num_warps=max(block // 256, 1), **pdl_options())
+    block = min(BLOCK, next_power_of_2(hidden))
+    grid = (len(ids), ceil_div(hidden, block))
+    _vocab_embedding_kernel(grid, out, ids, weight, first_id, num_ids, hidden, block, num_warps=max(block // 256, 1), **pdl_options())
     return out
 
 
+@Launcher
 @triton.jit(do_not_specialize=["first_id", "num_ids"])
 def _vocab_embedding_kernel(out, ids, weight, first_id, num_ids, hidden: tl.constexpr, block: tl.constexpr, PDL: tl.constexpr):
     if PDL:

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minisgl.kernel.gpu.launch import Launcher, next_power_of_2
 from minisgl.kernel.gpu.pdl import pdl_options
 
 __all__ = ["Filters", "Limits", "find_limits"]
@@ -67,15 +68,14 @@ def find_limits(
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
     device = logits.device
-    chunk = min(chunk or CHUNK_BYTES // logits.itemsize, max(triton.next_power_of_2(num_ids), 32))
+    chunk = min(chunk or CHUNK_BYTES // logits.itemsize, max(next_power_of_2(num_ids), 32))
     limits = Limits(torch.empty(num_rows, device=device), torch.empty(num_rows, dtype=torch.int32, device=device))
     lists = torch.empty(num_rows, chunk, device=device)
     numbers = (filters.is_wanted, filters.temperatures, filters.top_k, filters.top_p, filters.min_p)
     sizes = (logits.stride(0), vocab_size, num_ids, chunk)
     num_warps = min(max(chunk // 256, 1), 16)
-    _limits_kernel[(num_rows,)](
-        limits.least, limits.last_ids, lists, logits, tokens, slots, *numbers, *sizes, num_warps=num_warps, **pdl_options()
-    )
+    outputs = (limits.least, limits.last_ids, lists)
+    _limits_kernel((num_rows,), *outputs, logits, tokens, slots, *numbers, *sizes, num_warps=num_warps, **pdl_options())
     return limits
 
 
@@ -176,6 +176,7 @@ def _next_below(x):
     return bits.to(tl.float32, bitcast=True)
 
 
+@Launcher
 @triton.jit
 def _limits_kernel(  # noqa: PLR0912, PLR0915 - one launch
     leasts,

@@ -10,11 +10,14 @@ Letters: B rows of a step.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minisgl.kernel.gpu.launch import Launcher, ceil_div
 from minisgl.kernel.gpu.pdl import pdl_options
 
 __all__ = ["decode_inputs", "remember", "update_page_table"]
@@ -28,24 +31,24 @@ def decode_inputs(block: torch.Tensor, last_tokens: torch.Tensor, num_rows: int)
     block int32 [3 or more, stride]: slots, input ids (-1: the token that the slot sampled last), positions. last_tokens int64 [slots].
     """
     ids, positions = (torch.empty(num_rows, dtype=torch.int64, device=block.device) for _ in range(2))
-    _decode_inputs_kernel[(triton.cdiv(num_rows, BLOCK),)](
-        ids, positions, block, last_tokens, num_rows, block.stride(0), BLOCK, **pdl_options()
-    )
+    grid = (ceil_div(num_rows, BLOCK),)
+    _decode_inputs_kernel(grid, ids, positions, block, last_tokens, num_rows, block.stride(0), BLOCK, **pdl_options())
     return ids, positions
 
 
 def update_page_table(page_table: torch.Tensor, updates: torch.Tensor, num_updates: torch.Tensor) -> None:
     """page_table[row, column] = page of updates int32 [U, 3], (row, column, page), the first `num_updates`, int32 [1] on the device."""
-    grid = (triton.cdiv(len(updates), BLOCK),)
-    _update_page_table_kernel[grid](page_table, updates, num_updates, page_table.stride(0), BLOCK, **pdl_options())
+    grid = (ceil_div(len(updates), BLOCK),)
+    _update_page_table_kernel(grid, page_table, updates, num_updates, page_table.stride(0), BLOCK, **pdl_options())
 
 
 def remember(last_tokens: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor) -> None:
     """last_tokens[slot] = max(token, 0). last_tokens int64 [slots]; slots int32 or int64 [B]; tokens int64 [B]."""
     num_rows = len(slots)
-    _remember_kernel[(triton.cdiv(num_rows, BLOCK),)](last_tokens, slots, tokens, num_rows, BLOCK, **pdl_options())
+    _remember_kernel((ceil_div(num_rows, BLOCK),), last_tokens, slots, tokens, num_rows, BLOCK, **pdl_options())
 
 
+@functools.partial(Launcher, is_made_while_collecting=True)
 @triton.jit(do_not_specialize=["num_rows"])
 def _decode_inputs_kernel(ids, positions, plan, last_tokens, num_rows, stride: tl.constexpr, block: tl.constexpr, PDL: tl.constexpr):
     if PDL:
@@ -60,6 +63,7 @@ def _decode_inputs_kernel(ids, positions, plan, last_tokens, num_rows, stride: t
     tl.store(positions + row, tl.load(plan + 2 * stride + row, mask=is_row, other=0).to(tl.int64), mask=is_row)
 
 
+@functools.partial(Launcher, is_made_while_collecting=True)
 @triton.jit
 def _update_page_table_kernel(page_table, updates, num_updates, stride: tl.constexpr, block: tl.constexpr, PDL: tl.constexpr):
     if PDL:
@@ -73,6 +77,7 @@ def _update_page_table_kernel(page_table, updates, num_updates, stride: tl.const
     tl.store(page_table + row * stride + column, page, mask=is_update)
 
 
+@Launcher
 @triton.jit(do_not_specialize=["num_rows"])
 def _remember_kernel(last_tokens, slots, tokens, num_rows, block: tl.constexpr, PDL: tl.constexpr):
     if PDL:

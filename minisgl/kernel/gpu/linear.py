@@ -12,6 +12,7 @@ Letters: T tokens, K inputs, N outputs.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minisgl.kernel.gpu.launch import Launcher, ceil_div, next_power_of_2
 from minisgl.kernel.gpu.pdl import pdl_options
 
 __all__ = ["MAX_ROWS", "LinearConfig", "is_faster", "linear", "linear_config", "norm_linear"]
@@ -49,6 +51,7 @@ def is_faster(num_tokens: int, num_inputs: int, has_norm: bool) -> bool:
     return num_tokens <= MAX_ROWS
 
 
+@functools.cache
 def linear_config(num_weight_rows: int, num_inputs: int, num_tokens: int = 1, is_gated: bool = False) -> LinearConfig:
     """The configuration used for a matrix [rows, K]; chosen by measurement on an H200 (benchmark/gpu/linear.py)."""
     if num_inputs >= LONG_INPUTS:
@@ -58,8 +61,8 @@ def linear_config(num_weight_rows: int, num_inputs: int, num_tokens: int = 1, is
     else:
         block_n, block_k, num_warps = 2 if num_weight_rows <= 4096 else 4, 512, 2
     block_n = max(1, block_n // 2) if is_gated else block_n  # each output reads two rows
-    block_k = min(block_k, triton.next_power_of_2(num_inputs))
-    num_sums = triton.next_power_of_2(num_tokens) * (1 + is_gated)
+    block_k = min(block_k, next_power_of_2(num_inputs))
+    num_sums = next_power_of_2(num_tokens) * (1 + is_gated)
     while num_sums * block_n * block_k > SUMS_PER_THREAD * 32 * num_warps:  # else they would not stay in registers
         block_n, block_k = (block_n // 2, block_k) if block_n > 1 else (1, block_k // 2)
     return LinearConfig(block_n, block_k, num_warps)
@@ -103,7 +106,8 @@ def _launch(
     config = config or linear_config(len(weight), num_inputs, num_rows, is_gated)
     out = x.new_empty((num_rows, num_outputs))
     total = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-    _linear_kernel[(triton.cdiv(num_outputs, config.block_n),)](
+    _linear_kernel(
+        (ceil_div(num_outputs, config.block_n),),
         out,
         total,
         x,
@@ -115,7 +119,7 @@ def _launch(
         X_STRIDE=x.stride(0),
         RESIDUAL_STRIDE=x.stride(0) if residual is None else residual.stride(0),
         NUM_ROWS=num_rows,
-        ROWS=triton.next_power_of_2(num_rows),
+        ROWS=next_power_of_2(num_rows),
         N=num_outputs,
         K=num_inputs,
         BLOCK_N=config.block_n,
@@ -134,6 +138,7 @@ def _weights(weight, places, inputs, K: tl.constexpr):
     return tl.load(weight + places[:, None] + inputs[None, :], mask=(inputs < K)[None, :], other=0.0, eviction_policy="evict_first")
 
 
+@Launcher
 @triton.jit
 def _linear_kernel(
     out,

@@ -14,6 +14,7 @@ Letters: T tokens, E experts, k experts per token, P = T * k pairs, I expert wid
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minisgl.kernel.gpu.launch import Launcher, ceil_div, next_power_of_2
 from minisgl.kernel.gpu.pdl import pdl_options
 from minisgl.kernel.gpu.prefill_attention import shared_bytes
 
@@ -52,6 +54,7 @@ class MoEKernelConfig:
     num_warps: int
 
 
+@functools.cache
 def moe_config(num_pairs: int, num_experts: int, dtype: torch.dtype, num_shared_bytes: int) -> MoEKernelConfig:
     """The configuration used for P pairs over E experts on a device with so much shared memory for a program: the more pairs an expert
     gets on average, the larger the blocks."""
@@ -74,15 +77,16 @@ def route(router_logits: torch.Tensor, num_experts_per_token: int, is_renormalis
     weights = torch.empty(num_tokens, num_experts_per_token, dtype=torch.float32, device=router_logits.device)
     ids = torch.empty_like(weights, dtype=torch.int64)
     if num_tokens:
-        _route_kernel[(num_tokens,)](
+        _route_kernel(
+            (num_tokens,),
             weights,
             ids,
             router_logits,
             STRIDE=router_logits.stride(0),
             NUM_EXPERTS=num_experts,
-            EXPERTS_PADDED=max(triton.next_power_of_2(num_experts), 32),
+            EXPERTS_PADDED=max(next_power_of_2(num_experts), 32),
             NUM_CHOSEN=num_experts_per_token,
-            CHOSEN_PADDED=triton.next_power_of_2(num_experts_per_token),
+            CHOSEN_PADDED=next_power_of_2(num_experts_per_token),
             IS_RENORMALISED=is_renormalised,
             num_warps=1,
             **pdl_options(),
@@ -122,10 +126,10 @@ def experts(
     _grouped_product(hidden, x, gate_up, owners, order, config)
     products = x.new_empty(num_pairs, hidden_size)
     _grouped_product(products, hidden, down, owners, order, config)
-    block = min(SUM_BLOCK, triton.next_power_of_2(hidden_size))
-    grid = (num_tokens, triton.cdiv(hidden_size, block))
+    block = min(SUM_BLOCK, next_power_of_2(hidden_size))
+    grid = (num_tokens, ceil_div(hidden_size, block))
     num_warps = max(block // 256, 1)
-    _sum_kernel[grid](out, products, weights, SIZE=hidden_size, NUM_CHOSEN=num_chosen, BLOCK=block, num_warps=num_warps, **pdl_options())
+    _sum_kernel(grid, out, products, weights, SIZE=hidden_size, NUM_CHOSEN=num_chosen, BLOCK=block, num_warps=num_warps, **pdl_options())
     return out
 
 
@@ -135,9 +139,8 @@ def _sort(ids: torch.Tensor, num_experts: int, block_m: int) -> tuple[torch.Tens
     num_blocks = num_pairs // block_m + num_experts
     order = torch.empty(num_blocks * block_m, dtype=torch.int32, device=ids.device)
     owners = torch.empty(num_blocks, dtype=torch.int32, device=ids.device)
-    _sort_kernel[(num_experts,)](
-        order, owners, ids, num_pairs, NUM_EXPERTS=num_experts, BLOCK_M=block_m, CHUNK=CHUNK, num_warps=4, **pdl_options()
-    )
+    sizes = {"NUM_EXPERTS": num_experts, "BLOCK_M": block_m, "CHUNK": CHUNK}
+    _sort_kernel((num_experts,), order, owners, ids, num_pairs, **sizes, num_warps=4, **pdl_options())
     return order, owners
 
 
@@ -151,9 +154,10 @@ def _grouped_product(
     num_pairs, num_outputs = out.shape
     num_inputs = x.shape[1]
     is_gated = weight.shape[1] == 2 * num_outputs
-    block_n = min(config.block_n, max(16, triton.next_power_of_2(weight.shape[1])))
-    block_k = min(config.block_k, max(16, triton.next_power_of_2(num_inputs)))
-    _product_kernel[(triton.cdiv(weight.shape[1], block_n) * len(owners),)](
+    block_n = min(config.block_n, max(16, next_power_of_2(weight.shape[1])))
+    block_k = min(config.block_k, max(16, next_power_of_2(num_inputs)))
+    _product_kernel(
+        (ceil_div(weight.shape[1], block_n) * len(owners),),
         out,
         x,
         weight,
@@ -174,6 +178,7 @@ def _grouped_product(
     )
 
 
+@Launcher
 @triton.jit
 def _route_kernel(
     weights,
@@ -219,6 +224,7 @@ def _route_kernel(
     tl.store(ids + token * NUM_CHOSEN + place, LAST_ID - (chosen & LAST_ID), mask=is_chosen)
 
 
+@Launcher
 @triton.jit(do_not_specialize=["num_pairs"])
 def _sort_kernel(
     order,
@@ -256,6 +262,7 @@ def _sort_kernel(
         place += tl.sum(is_own, axis=0)
 
 
+@Launcher
 @triton.jit(do_not_specialize=["num_pairs"], do_not_specialize_on_alignment=["owners", "order"])
 def _product_kernel(
     out,
@@ -315,6 +322,7 @@ def _product_kernel(
     tl.store(out + place, tl.trans(sums).to(out.dtype.element_ty), mask=is_pair[:, None] & (output < N))
 
 
+@Launcher
 @triton.jit
 def _sum_kernel(out, products, weights, SIZE: tl.constexpr, NUM_CHOSEN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:

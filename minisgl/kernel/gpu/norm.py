@@ -10,11 +10,15 @@ Letters: T rows, n values per row.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minisgl.kernel.gpu.launch import Launcher, ceil_div, next_power_of_2
 from minisgl.kernel.gpu.pdl import pdl_options
 
 __all__ = ["add_rms_norm", "rms_norm"]
@@ -47,13 +51,20 @@ def _launch(
 ) -> None:
     n = x.shape[-1]
     num_rows = x.numel() // n
-    cols = triton.next_power_of_2(n)
+    rows, launch = _prepared(n, adds)
+    launch((ceil_div(num_rows, rows),), out, total, x, residual, weight, num_rows, eps)
+
+
+@functools.cache
+def _prepared(n: int, adds: bool) -> tuple[int, Callable[..., None]]:
+    """Rows of one program, and the launch."""
+    cols = next_power_of_2(n)
     rows = max(1, TILE // cols)
     num_warps = min(max(rows * cols // VALUES_PER_WARP, 1), MAX_WARPS)
-    grid = (triton.cdiv(num_rows, rows),)
-    _rms_norm_kernel[grid](out, total, x, residual, weight, num_rows, eps, n, adds, rows, cols, num_warps=num_warps, **pdl_options())
+    return rows, _rms_norm_kernel.prepare(n, adds, rows, cols, num_warps=num_warps, **pdl_options())
 
 
+@Launcher
 @triton.jit(do_not_specialize=["num_rows"])
 def _rms_norm_kernel(
     out,

@@ -13,6 +13,8 @@ Letters: T new tokens, B rows, H query heads, K KV heads, G = H / K, D head dim,
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +24,7 @@ import triton
 import triton.language as tl
 
 from minisgl.kernel.gpu.attention_loop import attend, registers_for, softmax_scale
+from minisgl.kernel.gpu.launch import Launcher, next_power_of_2
 
 __all__ = ["BLOCK_M", "PrefillConfig", "PrefillRows", "plan_prefill", "prefill_attention", "prefill_config", "shared_bytes"]
 
@@ -63,6 +66,7 @@ class PrefillConfig:
     """how many programs the registers must leave room for on a multiprocessor"""
 
 
+@functools.cache
 def shared_bytes(device: torch.device) -> int:
     """Shared memory that one program may take on a CUDA device; elsewhere that of sm_90, for compiling ahead."""
     if device.type != "cuda":
@@ -70,6 +74,7 @@ def shared_bytes(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]  # not in the stubs
 
 
+@functools.cache
 def prefill_config(head_dim: int, dtype: torch.dtype, shared_bytes: int) -> PrefillConfig:
     """The configuration used for a head size and type on a device with so much shared memory for a program."""
     if dtype == torch.float32:
@@ -107,40 +112,40 @@ def prefill_attention(
     `page_table` int32 [slots, pages]; `tiles` int32 [N, 2] from `plan_prefill`; scores are scaled by 1 / sqrt(D). Nothing beyond a
     row's length is read.
     """
-    num_heads, head_dim = q.shape[1:]
-    num_kv_heads, page_size = k_pool.shape[1:3]
+    _, num_heads, head_dim = q.shape
+    _, num_kv_heads, page_size, _ = k_pool.shape
+    num_tiles, _ = tiles.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     config = config or prefill_config(head_dim, q.dtype, shared_bytes(q.device))
-    if len(tiles) == 0:
+    if num_tiles == 0:
         return out
-    _prefill_kernel[(num_heads, len(tiles))](
-        q,
-        k_pool,
-        v_pool,
-        out,
-        page_table,
-        rows.slots,
-        rows.cached_lens,
-        rows.extend_lens,
-        rows.starts,
-        tiles,
-        page_table.stride(0),
-        Q_STRIDE=q.stride(0),
+    launch = _prepared(q.stride(0), num_heads, num_kv_heads, head_dim, page_size, config)
+    plan = (page_table, rows.slots, rows.cached_lens, rows.extend_lens, rows.starts, tiles)
+    launch((num_heads, num_tiles), q, k_pool, v_pool, out, *plan, page_table.stride(0))
+    return out
+
+
+@functools.cache
+def _prepared(
+    q_stride: int, num_heads: int, num_kv_heads: int, head_dim: int, page_size: int, config: PrefillConfig
+) -> Callable[..., None]:
+    return _prefill_kernel.prepare(
+        Q_STRIDE=q_stride,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
         PAGE_SIZE=page_size,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_D=max(16, next_power_of_2(head_dim)),
         SCALE=softmax_scale(head_dim),
         STAGES=config.num_stages,
         num_warps=config.num_warps,
         maxnreg=registers_for(config.num_warps, config.programs_per_sm),
     )
-    return out
 
 
+@Launcher
 @triton.jit(
     do_not_specialize=["table_stride"],
     do_not_specialize_on_alignment=["table", "slots", "cached_lens", "extend_lens", "starts", "tiles"],

@@ -11,11 +11,15 @@ Letters: T tokens, H query heads, K KV heads, D head dim, P pages.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from minisgl.kernel.gpu.launch import Launcher, ceil_div, next_power_of_2
 from minisgl.kernel.gpu.pdl import pdl_options
 
 __all__ = ["rope_and_store"]
@@ -40,19 +44,25 @@ def rope_and_store(
     """
     qkv, cos, sin = qkv.contiguous(), cos.contiguous(), sin.contiguous()
     _, num_kv_heads, page_size, head_dim = k_pool.shape
-    num_tokens, num_heads = len(qkv), qkv.shape[1] // head_dim - 2 * num_kv_heads
-    assert k_pool.stride() == v_pool.stride()
-    assert k_pool.stride(3) == 1
+    num_tokens, num_columns = qkv.shape
+    num_heads, strides = num_columns // head_dim - 2 * num_kv_heads, k_pool.stride()
+    assert strides == v_pool.stride()
+    assert strides[3] == 1
     q = qkv.new_empty(num_tokens, num_heads, head_dim)
     q_gain, k_gain, eps = norms or (qkv, qkv, 0.0)
-    half_block = triton.next_power_of_2(head_dim // 2)
-    grid = (num_tokens, triton.cdiv(num_heads, HEADS) + 2 * triton.cdiv(num_kv_heads, HEADS))
-    sizes = (num_heads, num_kv_heads, head_dim, page_size, *k_pool.stride()[:3], norms is not None, HEADS, half_block)
-    num_warps = min(max(HEADS * half_block // 256, 1), 4)
-    _rope_and_store_kernel[grid](
-        q, k_pool, v_pool, qkv, cos, sin, q_gain, k_gain, write_slots, eps, *sizes, num_warps=num_warps, **pdl_options()
-    )
+    num_blocks, launch = _prepared((num_heads, num_kv_heads, head_dim, page_size), strides[:3], norms is not None)
+    launch((num_tokens, num_blocks), q, k_pool, v_pool, qkv, cos, sin, q_gain, k_gain, write_slots, eps)
     return q
+
+
+@functools.cache
+def _prepared(sizes: tuple[int, int, int, int], strides: tuple[int, ...], has_norms: bool) -> tuple[int, Callable[..., None]]:
+    """Programs of a token, and the launch. Sizes: H, K, D and a page's; strides of the pools."""
+    num_heads, num_kv_heads, head_dim, _ = sizes
+    half_block = next_power_of_2(head_dim // 2)
+    num_warps = min(max(HEADS * half_block // 256, 1), 4)
+    launch = _rope_and_store_kernel.prepare(*sizes, *strides, has_norms, HEADS, half_block, num_warps=num_warps, **pdl_options())
+    return ceil_div(num_heads, HEADS) + 2 * ceil_div(num_kv_heads, HEADS), launch
 
 
 @triton.jit
@@ -88,6 +98,7 @@ def _rotate(first, second, cos, sin, dtype: tl.constexpr):
     return out_first, out_second
 
 
+@Launcher
 @triton.jit
 def _rope_and_store_kernel(
     q,

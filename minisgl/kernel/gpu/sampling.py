@@ -22,6 +22,7 @@ from triton.language.extra import libdevice
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from minisgl.kernel.gpu.filter import Filters, Limits, find_limits
+from minisgl.kernel.gpu.launch import Launcher, ceil_div, next_power_of_2
 from minisgl.kernel.gpu.pdl import pdl_options
 from minisgl.kernel.sampling import NUM_ROUNDS
 
@@ -53,7 +54,7 @@ class Workspace:
 
 def make_workspace(max_rows: int, vocab_size: int, device: torch.device, block: int = 2048) -> Workspace:
     """Memory for `sample` on up to `max_rows` rows and `vocab_size` ids. `block`: tokens of one program, a power of two, 4 or more."""
-    num_blocks = triton.cdiv(vocab_size, block)
+    num_blocks = ceil_div(vocab_size, block)
     return Workspace(
         values=torch.empty(max_rows, 2, num_blocks, dtype=torch.float32, device=device),
         ids=torch.empty(max_rows, num_blocks, dtype=torch.int32, device=device),
@@ -111,7 +112,7 @@ def _draw(
 ) -> None:
     """`by_slot`: temperatures, seeds and the rows' slots. `kept`: which slots are drawn for, and the rows' limits."""
     num_rows, vocab_size = logits.shape
-    num_blocks = triton.cdiv(num_ids, workspace.block)
+    num_blocks = ceil_div(num_ids, workspace.block)
     assert num_rows <= len(workspace.num_done)
     assert num_blocks <= workspace.ids.shape[1]
     assert logits.stride(1) == 1
@@ -136,12 +137,12 @@ def _draw(
         num_ids,
         workspace.ids.shape[1],
         workspace.block,
-        triton.next_power_of_2(num_blocks),
+        next_power_of_2(num_blocks),
         slots is not None,
         kept is not None,
     )
     num_warps = min(max(workspace.block // 512, 1), 4)
-    _sample_kernel[(num_blocks, num_rows)](tokens, *inputs, *sizes, num_warps=num_warps, **pdl_options())
+    _sample_kernel((num_blocks, num_rows), tokens, *inputs, *sizes, num_warps=num_warps, **pdl_options())
 
 
 @triton.jit
@@ -169,6 +170,7 @@ def _log2_noise(first_id, seed, position, block: tl.constexpr):
     return _log2(tl.where(u < 0.0625, series, -_log2(w)))
 
 
+@Launcher
 @triton.jit
 def _sample_kernel(
     tokens,
