@@ -270,7 +270,7 @@ def test_every_registered_backend_is_tested():
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what the libraries import
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of the libraries themselves
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("name", ["fa", "fi"])

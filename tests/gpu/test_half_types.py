@@ -119,6 +119,7 @@ def test_head_dims_that_no_tiny_model_has(tmp_path, head_dim, dtype, page_size):
     check(tiny_engine(tmp_path / "model", device=DEVICE, dtype=dtype, page_size=page_size, max_running_req=len(LENGTHS)), wanted)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of the libraries themselves
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("backend", ["fa", "fi", "fa,triton", "fi,fa"])
 def test_attention_libraries(tmp_path, backend, page_size):

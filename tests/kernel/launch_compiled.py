@@ -400,6 +400,30 @@ def check_what_was_noted_is_found_on_the_disk():
         triton.knobs.compilation.listener = None
 
 
+def check_kernels_that_share_a_function_are_found_on_the_disk_too():
+    """Triton's key of a kernel that calls another function depends on whether the function has been hashed before."""
+    kernels = adjust._adjust_kernel, adjust._bias_kernel
+    forget(*kernels)
+    for function in (adjust._penalised, *(launcher.kernel for launcher in kernels)):
+        function.hash = None
+    rows = tensor(16, 64, dtype=torch.float32)
+    column = tensor(16, dtype=torch.int32)
+    numbers = column.view(torch.float32)
+    wishes = adjust.Wishes(column, numbers, numbers, numbers, column, column)
+    said = adjust.Said(*(tensor(16, 64, dtype=torch.int32) for _ in range(2)), rows)
+    with empty_cache():
+        try:
+            with collecting() as noted:
+                adjust.adjust(rows, column, column, wishes, said)
+            found = hits()
+            compile_together(noted, SECONDS)
+            adjust.adjust(rows, column, column, wishes, said)
+            assert found == [("_adjust_kernel", True), ("_bias_kernel", True)]
+        finally:
+            triton.knobs.compilation.listener = None
+            FakeLauncher.calls.clear()
+
+
 def no_children():
     try:
         os.waitpid(-1, os.WNOHANG)

@@ -27,6 +27,8 @@ IS_PROMPT, IS_END, ONE_OUTPUT = 1, 2, 4
 PROMPT_BIT, END_BIT, NOTE = tl.constexpr(IS_PROMPT), tl.constexpr(IS_END), tl.constexpr(ONE_OUTPUT)
 BLOCK = 2048
 NOTE_BLOCK = 128
+PER_ROW = ["slots", "positions", "is_wanted", "repetitions", "frequencies", "presences", "banned_until"]
+"""One number for each row: where they lie in memory shall not make another kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ def _penalised(logit, token, is_known, slot, position, said, repetitions, freque
 
 
 @Launcher
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_ROW)
 def _adjust_kernel(
     out,
     logits,
@@ -144,7 +146,7 @@ def _adjust_kernel(
 
 
 @Launcher
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=[*PER_ROW, "num_biases"])
 def _bias_kernel(
     out,
     logits,
@@ -185,7 +187,7 @@ def _bias_kernel(
 
 
 @Launcher
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots", "tokens"])
 def _note_kernel(said, slots, tokens, num_rows, said_stride: tl.constexpr, block: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()

@@ -177,7 +177,9 @@ def _next_below(x):
 
 
 @Launcher
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=["leasts", "last_ids", "tokens", "slots", "is_wanted", "temperatures", "top_ks", "top_ps", "min_ps"]
+)
 def _limits_kernel(  # noqa: PLR0912, PLR0915 - one launch
     leasts,
     last_ids,

@@ -78,7 +78,7 @@ def _update_page_table_kernel(page_table, updates, num_updates, stride: tl.const
 
 
 @Launcher
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots", "tokens"])
 def _remember_kernel(last_tokens, slots, tokens, num_rows, block: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()

@@ -198,6 +198,8 @@ def compile_together(noted: Mapping[Hashable, NotedLaunch], seconds: float = COM
     fails or is not done by then is compiled at its first launch, which says why.
     """
     triton_key()  # what each of them would compute again
+    for launch in noted.values():  # what comes out depends on the kernels before it, so no process may compute it for itself
+        getattr(launch.kernel, "cache_key", None)
     active = triton.runtime.driver.active
     device, target = active.get_current_device(), active.get_current_target()
     driver = SimpleNamespace(

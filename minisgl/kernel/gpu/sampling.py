@@ -171,7 +171,7 @@ def _log2_noise(first_id, seed, position, block: tl.constexpr):
 
 
 @Launcher
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tokens", "slots", "temperatures", "seeds", "positions", "is_wanted", "leasts", "last_ids"])
 def _sample_kernel(
     tokens,
     logits,
