@@ -176,7 +176,8 @@ def profile(
     dtype = choose_dtype(llm.config, model, device)
     rates = measure_rates(device, dtype)
     say(f"profile: copies at {rates.copy / 1e9:,.1f} GB/s, matrix products at {rates.matmul / 1e12:,.3f} TFLOP/s, measured just now")
-    steps = run_watched(llm, requests)
+    for _ in range(1 + is_cuda):  # the first time, graphs are captured
+        steps = run_watched(llm, requests)
     windows = choose_windows([step.batch for step in steps], num_steps)
     if (num_found := len(windows["decode"])) < num_steps:
         say(f"profile: {num_steps} steps wanted; the workload has only {num_found} decode steps in a row, which are traced")

@@ -10,7 +10,9 @@ import torch
 
 from minisgl.distributed import DistributedInfo, make_communicator
 from minisgl.distributed.groups import Groups
+from minisgl.engine import engine as engine_module
 from minisgl.engine.base import EngineLimits
+from minisgl.engine.config import EngineConfig
 from minisgl.engine.engine import Engine
 from minisgl.engine.memory import extend_graph_bytes, extend_graph_size
 from minisgl.kvcache.pool import make_kv_pool
@@ -198,3 +200,45 @@ def test_memory_of_the_graphs_counts_each_sizes_logits_and_the_largest_step_once
     one, two = (extend_graph_bytes(tokens, 32, 10**9, 1000, torch.bfloat16) for tokens in (64, 128))
     assert one > 10**9
     assert two - one == extend_graph_bytes(256, 32, 10**9, 1000, torch.bfloat16) - two
+
+
+@pytest.mark.usefixtures("nothing_computed")
+def test_a_rehearsal_runs_every_size_with_all_that_rows_may_want_and_captures_nothing(monkeypatch):
+    bench = Bench(LLAMA, max_tokens=300)
+    seen = []
+    monkeypatch.setattr(graphs.DecodeGraphs, "compute", lambda self, size: size)
+    monkeypatch.setattr(extend_graphs.ExtendGraphs, "compute", lambda self, size: size)
+    monkeypatch.setattr(graphs.StepGraphs, "_compute_others", lambda self, size, kind, outputs: seen.append((size, kind, outputs)))
+    for own in bench.graphs:
+        own.rehearse()
+    assert seen == [(size, kind, size) for size in (64, 128, 256, 384, 1, 2, 4) for kind in (1, 2)]
+    assert bench.recorder.num_captured == 0
+
+
+def test_what_compiling_leaves_on_the_device_counts_as_taken_by_steps(monkeypatch):
+    """The ranks' buffers are made in the rehearsal now, before the largest step is measured."""
+    events, free = [], [1000, 900]
+
+    class Trial:
+        can_be_captured, extends_in_graphs = True, True
+
+        def compile_ahead(self):
+            events.append("compiled")
+
+    def build(*sizes):
+        events.append(sizes)
+        return Trial()
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(engine_module, "available_bytes", lambda device: free.pop(0))
+    monkeypatch.setattr(
+        engine_module, "measure_step", lambda engine, tokens, has_decode_step: events.append((tokens, has_decode_step)) or 64
+    )
+    monkeypatch.setattr(engine_module, "graph_bytes", lambda sizes, vocab, dtype: 0)
+    monkeypatch.setattr(engine_module, "extend_graph_bytes", lambda tokens, rows, share, vocab, dtype: share)
+    config = EngineConfig(model_path="m", max_running_req=8, max_extend_tokens=1024)
+    model = parse_model_config(LLAMA)
+    rows, tokens, taken = engine_module._measure(build, config, model, torch.float32, CPU)
+    assert (rows, tokens) == (8, 1024)
+    assert events == [(1, 0, 0), (1, 8, 1024), "compiled", (1024, False)]
+    assert taken == 100 + 64 + (100 + 64)
