@@ -61,8 +61,8 @@ __all__ = ["Engine", "choose_device", "choose_dtype", "choose_max_seq_len", "mak
 logger = logging.getLogger(__name__)
 
 DEFAULT_PAGE_SIZE = {"cpu": 16, "cuda": 64}
-REHEARSED_TOKENS = 512
-"""More than the products of few rows take, less than takes time."""
+REHEARSED_TOKENS = (512, 1, 2, 3, 4)
+"""Steps without graphs: more than the products of few rows take and less than takes time, and all that those tell apart."""
 PROMPT_LOGITS = 256
 """Prompt tokens whose logits are computed together."""
 
@@ -95,6 +95,16 @@ def _device_failures() -> Iterator[None]:
         yield
     except torch.AcceleratorError as error:
         raise WorkerError(f"the device failed; begin again in a new process: {error}") from error
+
+
+@contextmanager
+def _out_of_memory(batch: Batch) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        size = f"{batch.num_tokens} new tokens of {batch.num_rows} requests"
+        hint = "lower --memory-ratio, --max-extend-tokens or --max-running-requests"
+        raise WorkerError(f"out of memory in a step of {size}; {hint}: {error}") from error
 
 
 class Engine:
@@ -145,16 +155,24 @@ class Engine:
         """On a GPU, compile the kernels of all steps side by side. This engine has a pool of one page and computes nothing afterwards.
 
         Launches are noted and not made, so nothing that is computed here has a meaning; log probabilities would take it for token ids.
+        Each rank compiles its share. Raises what `submit` raises.
         """
         from minisgl.kernel.gpu.launch import collecting, compile_together
 
         graphs, self._graphs = self._graphs, []
-        with collecting() as noted, torch.inference_mode():
-            self._submit(largest_batch(self.limits, REHEARSED_TOKENS, replace(DEMANDING, logprobs=None)))
+        num_captured = max(graphs[0].sizes) if graphs else 0
+        counts = [*REHEARSED_TOKENS, *(size for size in graph_sizes(self.limits.max_running_req) if size > num_captured)]
+        batches = [largest_batch(self.limits, count, replace(DEMANDING, logprobs=None)) for count in counts]
+        with collecting() as noted, torch.inference_mode(), _out_of_memory(batches[0]), _device_failures():
+            for batch in batches:
+                self._submit(batch)
             for own in graphs:
                 own.rehearse()
-        compile_together(noted)
-        torch.cuda.synchronize()
+            torch.cuda.synchronize()
+        share = slice(None) if self.cpu_group is None else slice(dist.get_rank(self.cpu_group), None, dist.get_world_size(self.cpu_group))
+        compile_together(list(noted.values())[share])
+        if self.cpu_group is not None:
+            dist.barrier(self.cpu_group)
 
     @property
     def can_be_captured(self) -> bool:
@@ -178,13 +196,8 @@ class Engine:
     def submit(self, batch: Batch) -> _Step:
         """Compute one step; on a GPU, launch it. Raises WorkerError with the step's size if the memory does not suffice, and where the
         device has failed."""
-        try:
-            with torch.inference_mode(), _device_failures():
-                return self._submit(batch)
-        except torch.OutOfMemoryError as error:
-            size = f"{batch.num_tokens} new tokens of {batch.num_rows} requests"
-            hint = "lower --memory-ratio, --max-extend-tokens or --max-running-requests"
-            raise WorkerError(f"out of memory in a step of {size}; {hint}: {error}") from error
+        with torch.inference_mode(), _out_of_memory(batch), _device_failures():
+            return self._submit(batch)
 
     def _submit(self, batch: Batch) -> _Step:
         rows = batch.sample_rows

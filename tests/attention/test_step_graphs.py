@@ -3,10 +3,12 @@
 On a CPU the kernels run in Triton's interpreter. That graphs hold it, and hold it rightly, tests/gpu shows.
 """
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from minisgl.distributed import DistributedInfo, make_communicator
 from minisgl.distributed.groups import Groups
@@ -15,6 +17,7 @@ from minisgl.engine.base import EngineLimits
 from minisgl.engine.config import EngineConfig
 from minisgl.engine.engine import Engine
 from minisgl.engine.memory import extend_graph_bytes, extend_graph_size
+from minisgl.errors import WorkerError
 from minisgl.kvcache.pool import make_kv_pool
 from minisgl.layers.base import Spec
 from minisgl.models.config import parse_model_config
@@ -26,6 +29,7 @@ from tests.tools.plan import Planner
 pytest.importorskip("triton")
 extend_graphs = pytest.importorskip("minisgl.engine.extend_graphs")
 graphs = pytest.importorskip("minisgl.engine.graphs")
+launch = pytest.importorskip("minisgl.kernel.gpu.launch")
 from minisgl.attention.torch_backend import TorchAttention  # noqa: E402
 from minisgl.attention.triton_backend import TritonAttention  # noqa: E402
 from minisgl.engine.device_sampler import DeviceSampler  # noqa: E402
@@ -242,3 +246,52 @@ def test_what_compiling_leaves_on_the_device_counts_as_taken_by_steps(monkeypatc
     assert (rows, tokens) == (8, 1024)
     assert events == [(1, 0, 0), (1, 8, 1024), "compiled", (1024, False)]
     assert taken == 100 + 64 + (100 + 64)
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """What is given to the compilers; ten kernels are noted."""
+    seen = []
+    monkeypatch.setattr(launch, "collecting", lambda: contextlib.nullcontext({number: f"kernel {number}" for number in range(10)}))
+    monkeypatch.setattr(launch, "compile_together", seen.extend)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return seen
+
+
+def test_steps_of_every_kind_are_rehearsed_before_an_engine_serves(compiled, monkeypatch):
+    bench = Bench(LLAMA)
+    seen = []
+    monkeypatch.setattr(bench.eager, "_submit", lambda batch: seen.append((batch.num_tokens, batch.num_rows)))
+    bench.eager.compile_ahead()
+    assert seen == [(512, 4), (1, 1), (2, 2), (3, 3), (4, 4), (1, 1), (2, 2), (4, 4)]  # the last three: no graph has them
+    assert compiled == [f"kernel {number}" for number in range(10)]
+    monkeypatch.setattr(bench.eager, "_graphs", [SimpleNamespace(sizes=[1, 2], rehearse=lambda: seen.append("graphs"))])
+    seen.clear()
+    bench.eager.compile_ahead()
+    assert seen == [(512, 4), (1, 1), (2, 2), (3, 3), (4, 4), (4, 4), "graphs"]
+
+
+def test_each_rank_compiles_a_share_and_waits_for_the_others(compiled, monkeypatch):
+    bench = Bench(LLAMA)
+    waited = []
+    monkeypatch.setattr(bench.eager, "_submit", lambda batch: None)
+    monkeypatch.setattr(bench.eager, "cpu_group", "ranks")
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 3)
+    monkeypatch.setattr(dist, "barrier", lambda group: waited.append((group, len(compiled))))
+    for rank in range(3):
+        monkeypatch.setattr(dist, "get_rank", lambda group, rank=rank: rank)
+        bench.eager.compile_ahead()
+    assert sorted(compiled) == [f"kernel {number}" for number in range(10)]
+    assert waited == [("ranks", 4), ("ranks", 7), ("ranks", 10)]
+
+
+def test_too_little_memory_for_a_rehearsal_is_an_error_that_says_what_to_lower(compiled, monkeypatch):
+    bench = Bench(LLAMA)
+
+    def fail(batch):
+        raise torch.OutOfMemoryError("40 GiB are wanted")
+
+    monkeypatch.setattr(bench.eager, "_submit", fail)
+    with pytest.raises(WorkerError, match="out of memory in a step of 512 new tokens of 4 requests; lower --memory-ratio"):
+        bench.eager.compile_ahead()
+    assert compiled == []

@@ -6,12 +6,15 @@ records launches stands in Triton's place for it; the kernels are really compile
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
 import logging
+import multiprocessing
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -383,7 +386,7 @@ def check_what_was_noted_is_found_on_the_disk():
                 with collecting() as noted:
                     launch_all()
                 found = hits()
-                compile_together(noted, SECONDS)
+                compile_together(noted.values(), SECONDS)
                 assert no_children()
                 assert not found
                 assert not any(launcher.kernel.device_caches[0][0] for launcher in (_double, _fill))
@@ -416,7 +419,7 @@ def check_kernels_that_share_a_function_are_found_on_the_disk_too():
             with collecting() as noted:
                 adjust.adjust(rows, column, column, wishes, said)
             found = hits()
-            compile_together(noted, SECONDS)
+            compile_together(noted.values(), SECONDS)
             adjust.adjust(rows, column, column, wishes, said)
             assert found == [("_adjust_kernel", True), ("_bias_kernel", True)]
         finally:
@@ -468,7 +471,7 @@ def check_what_fails_to_compile_is_survived_and_said():
             _fill((1,), tensor(32), 1.0, 32)
         noted |= {name: Stub(warmup).noted() for name, warmup in (("die", die), ("leave", leave))}
         found = hits()
-        compile_together(noted, SECONDS)
+        compile_together(noted.values(), SECONDS)
         assert no_children()
         assert sorted(message.split(" was not")[0] for message in messages) == ["_wrong", "stub", "stub"], messages
         _fill((1,), tensor(32), 1.0, 32)
@@ -486,7 +489,7 @@ def check_what_hangs_is_killed_with_its_own_children():
             child.wait()
 
         started = time.monotonic()
-        compile_together({"hang": Stub(hang).noted()}, 1.0)
+        compile_together([Stub(hang).noted()], 1.0)
         assert time.monotonic() - started < 30
         assert no_children()
         assert len(messages) == 1
@@ -507,7 +510,7 @@ def check_no_more_processes_run_than_there_are_cores():
                 pass
             write(folder / "log", "-")
 
-        compile_together({name: Stub(work).noted() for name in range(6)}, SECONDS)
+        compile_together([Stub(work).noted() for _ in range(6)], SECONDS)
         log = (folder / "log").read_text()
     assert sorted(log) == ["+"] * 6 + ["-"] * 6
     assert max(log[: end + 1].count("+") - log[:end].count("-") for end in range(len(log))) <= 2
@@ -522,11 +525,73 @@ def check_too_few_processes_are_survived():
     os.fork = refuse
     try:
         with reported() as messages:
-            compile_together({"any": Stub(print).noted()}, SECONDS)
+            compile_together([Stub(print).noted()], SECONDS)
     finally:
         os.fork = fork
-    assert len(messages) == 1
+    assert len(messages) == 2
     assert "no more processes" in messages[0]
+
+
+def check_it_works_in_a_daemonic_process():
+    """Such as those of a `multiprocessing.Pool`, whose multiprocessing starts no children."""
+
+    def work(**_options):
+        write(folder / "log", "+")
+
+    def main():
+        names = {"get_current_device": lambda: 0, "get_current_target": lambda: TARGET, "launcher_cls": FakeLauncher}
+        triton.runtime.driver.set_active(SimpleNamespace(**names))
+        compile_together([Stub(work).noted() for _ in range(2)], SECONDS)
+
+    with empty_cache() as folder, reported():
+        process = multiprocessing.get_context("fork").Process(target=main, daemon=True)
+        process.start()
+        process.join(SECONDS)
+        assert process.exitcode == 0
+        assert (folder / "log").read_text() == "++"
+
+
+def check_it_works_where_somebody_else_waits_for_all_children():
+    def work(**_options):
+        write(folder / "log", "+")
+
+    def reap(*_args):
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+    for handler in (signal.SIG_IGN, reap):
+        before = signal.signal(signal.SIGCHLD, handler)
+        try:
+            with empty_cache() as folder, reported() as messages:
+                compile_together([Stub(work).noted() for _ in range(3)], SECONDS)
+                assert (folder / "log").read_text() == "+++"
+                assert messages == []
+        finally:
+            signal.signal(signal.SIGCHLD, before)
+
+
+def check_no_process_keeps_a_pipe_of_its_parent():
+    """Whoever reads it would take a dead parent for a living one."""
+    ours, its = os.pipe()
+
+    def look(**_options):
+        found = {entry.name: os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()}
+        write(folder / "log", " ".join(found.values()))
+
+    with empty_cache() as folder, reported():
+        compile_together([Stub(look).noted()], SECONDS)
+        held = (folder / "log").read_text()
+    assert "/dev/null" in held
+    assert os.readlink(f"/proc/self/fd/{ours}") not in held
+    os.close(ours)
+    os.close(its)
+
+
+def check_what_there_was_no_time_for_is_said():
+    with empty_cache(), reported() as messages:
+        compile_together([Stub(print).noted() for _ in range(3)], 0.0)
+    assert messages == ["3 kernels were not compiled ahead; their first launches do it"]
 
 
 def check_output_is_written_once():
@@ -537,7 +602,7 @@ def check_output_is_written_once():
 
     sys.stdout.write('{"said": "once"}\n')
     with reported():
-        compile_together({name: Stub(speak).noted() for name in range(2)}, SECONDS)
+        compile_together([Stub(speak).noted() for _ in range(2)], SECONDS)
 
 
 @contextmanager

@@ -72,7 +72,7 @@ def test_kernels_compiled_together_run_on_a_gpu(device, tmp_path, monkeypatch):
     with collecting() as noted:
         for y in (x, x[1:]):
             _double((1,), out, y, 48, 64)
-    compile_together(noted)
+    compile_together(noted.values())
     hits = []
     monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **facts: hits.append(facts["cache_hit"]))
     for y in (x, x[1:]) * 3:

@@ -12,30 +12,36 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import multiprocessing
-import multiprocessing.connection
 import os
 import signal
 import time
 import warnings
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from multiprocessing.context import ForkProcess
+from multiprocessing.connection import wait
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import triton
 from triton.backends.compiler import BaseBackend
 from triton.runtime.cache import triton_key
-from triton.runtime.jit import JITFunction, native_specialize_impl
+from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+try:
+    from triton.runtime.jit import native_specialize_impl
+except ImportError:  # Triton 3.5: all launches go its own way
+    native_specialize_impl = None
 
 __all__ = ["COMPILE_SECONDS", "Launcher", "NotedLaunch", "PreparedLaunch", "ceil_div", "collecting", "compile_together", "next_power_of_2"]
 
 COMPILE_SECONDS = 60.0
 """How long `compile_together` waits for all of its processes."""
+MOST_PROCESSES = 16
+"""Each holds a compiler's memory, and a container may have fewer cores than it sees."""
 
 Noted = dict[Hashable, "NotedLaunch"]
 Specializer = Callable[..., tuple[Hashable, ...]]
@@ -86,8 +92,9 @@ class Launcher:
     """A Triton kernel whose launches take a short way: `kernel(grid, *args, **options)`; made by decorating what `triton.jit` gives.
 
     The arguments stand in the kernel's order; its constexpr ones come last, and they alone may be given by name. Options are those of a
-    Triton launch. The first launch of a key goes Triton's way, as do all in its interpreter or with launch hooks set. Later ones do not
-    look at Triton's environment variables again, nor whether a global variable of the kernel has changed. Constants are compared by ==.
+    Triton launch. The first launch of a key goes Triton's way, as do all in its interpreter, with launch hooks set or with Triton 3.5.
+    Later ones do not look at Triton's environment variables again, nor whether a global variable of the kernel has changed. Constants are
+    compared by ==.
     """
 
     def __init__(self, kernel: Any, *, is_made_while_collecting: bool = False) -> None:
@@ -95,13 +102,14 @@ class Launcher:
         self.kernel = kernel
         self.is_made_while_collecting = is_made_while_collecting
         self._prepared: dict[Hashable, PreparedLaunch] = {}
-        params = kernel.params if isinstance(kernel, JITFunction) else []
+        self._has_keys = isinstance(kernel, JITFunction) and native_specialize_impl is not None
+        params = kernel.params if self._has_keys else []
         self.value_params = [param for param in params if not param.is_constexpr]
         assert all(param.is_constexpr for param in params[len(self.value_params) :]), "constexpr parameters come last"
 
     def __call__(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         """Launch over `grid` (1 to 3 numbers of programs) on the current stream of the current device, or note it."""
-        if isinstance(self.kernel, JITFunction):
+        if self._has_keys:
             num_values = len(self.value_params)
             self.prepare(*args[num_values:], **options)(grid, *args[:num_values])
         else:
@@ -109,7 +117,7 @@ class Launcher:
 
     def prepare(self, *constants: Any, **options: Any) -> Callable[..., None]:
         """`prepare(*constants, **options)(grid, *values)` is `self(grid, *values, *constants, **options)`; it costs less when kept."""
-        if not isinstance(self.kernel, JITFunction):
+        if not self._has_keys:
             return lambda grid, *values: self(grid, *values, *constants, **options)
         key = (constants, *options.items())
         return self._prepared.get(key) or self._prepared.setdefault(key, PreparedLaunch(self, constants, options))
@@ -180,7 +188,7 @@ def _specializer(params: list[Any], tensors: Collection[int]) -> Specializer:
 def collecting() -> Iterator[Noted]:
     """Note launches of this thread instead of making them: once each, and only those not compiled in this process yet.
 
-    What they would have written stays unset. In Triton's interpreter nothing is noted and everything runs.
+    What they would have written stays unset. Where launches go Triton's way nothing is noted and everything runs.
     """
     noted: Noted = {}
     token = _noted.set(noted)
@@ -190,15 +198,15 @@ def collecting() -> Iterator[Noted]:
         _noted.reset(token)
 
 
-def compile_together(noted: Mapping[Hashable, NotedLaunch], seconds: float = COMPILE_SECONDS) -> None:
-    """Compile what was noted, in as many processes at a time as this one has cores, so that a first launch finds it on the disk.
+def compile_together(noted: Collection[NotedLaunch], seconds: float = COMPILE_SECONDS) -> None:
+    """Compile what was noted, in several processes at a time, so that a first launch finds it on the disk.
 
     The processes are forked, though this one has threads and a CUDA context. That is harmless: they only compile, which calls neither
-    CUDA nor PyTorch, and leave without cleaning up; one that waits for a lock which another thread held is killed after `seconds`. What
-    fails or is not done by then is compiled at its first launch, which says why.
+    CUDA nor PyTorch, keep no descriptor of this one and leave without cleaning up; one that waits for a lock which another thread held is
+    killed after `seconds`. What fails or is not done by then is compiled at its first launch, which says why.
     """
     triton_key()  # what each of them would compute again
-    for launch in noted.values():  # what comes out depends on the kernels before it, so no process may compute it for itself
+    for launch in noted:  # what comes out depends on the kernels before it, so no process may compute it for itself
         getattr(launch.kernel, "cache_key", None)
     active = triton.runtime.driver.active
     device, target = active.get_current_device(), active.get_current_target()
@@ -208,55 +216,72 @@ def compile_together(noted: Mapping[Hashable, NotedLaunch], seconds: float = COM
         get_current_target=lambda: target,
         launcher_cls=active.launcher_cls,
     )
-    waiting, running = list(noted.values()), dict[int, ForkProcess]()
-    num_cores, end = len(os.sched_getaffinity(0)), time.monotonic() + seconds
+    waiting, running = deque(noted), dict[int, tuple[int, str]]()
+    most, end = min(len(os.sched_getaffinity(0)), MOST_PROCESSES), time.monotonic() + seconds
     try:
         while (waiting or running) and (left := end - time.monotonic()) > 0:
-            while waiting and len(running) < num_cores:
-                process = _start(waiting.pop(0), driver, seconds)
-                running[process.sentinel] = process
-            for sentinel in multiprocessing.connection.wait(list(running), left):
-                assert isinstance(sentinel, int)
-                _end(running.pop(sentinel))
+            while waiting and len(running) < most:
+                pid, pipe = _start(waiting[0], driver, seconds)
+                running[pipe] = pid, getattr(waiting.popleft().kernel, "__name__", "kernel")
+            for pipe in cast("list[int]", wait(list(running), left)):
+                _end(pipe, *running.pop(pipe))
     except OSError as error:
-        _logger.warning("no process to compile kernels in (%s); the rest is compiled at the first launches", error)
+        _logger.warning("no process to compile kernels in: %s", error)
     finally:
-        for process in running.values():
-            _end(process)
+        for pipe, child in running.items():
+            _end(pipe, *child)
+    if waiting:
+        _logger.warning("%d kernels were not compiled ahead; their first launches do it", len(waiting))
 
 
-def _start(launch: NotedLaunch, driver: SimpleNamespace, seconds: float) -> ForkProcess:
-    name = getattr(launch.kernel, "__name__", "kernel")
-    process = multiprocessing.get_context("fork").Process(target=_compile, args=(launch, driver, seconds), name=name, daemon=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: a fork beside threads
-        process.start()
-    return process
+def _start(launch: NotedLaunch, driver: SimpleNamespace, seconds: float) -> tuple[int, int]:
+    """The process, and a pipe that ends when it does, whoever waits for it."""
+    ours, its = os.pipe()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: a fork beside threads
+            pid = os.fork()
+    except OSError:
+        os.close(ours)
+        raise
+    else:
+        if not pid:
+            _compile(launch, driver, seconds, its)
+        return pid, ours
+    finally:
+        os.close(its)
 
 
-def _end(process: ForkProcess) -> None:
+def _end(pipe: int, pid: int, name: str) -> None:
     """Kill what still runs, its own children (the assembler, the C compiler) with it."""
-    assert process.pid
-    with contextlib.suppress(ProcessLookupError):  # in its first moments it has no group of its own
-        os.killpg(process.pid, signal.SIGKILL)
-    process.kill()
-    process.join()
-    if process.exitcode:
-        _logger.warning("%s was not compiled ahead (exit status %d); its first launch does it", process.name, process.exitcode)
-    process.close()
+    if not wait([pipe], 0):
+        for kill in (os.killpg, os.kill):  # in its first moments it has no group of its own
+            with contextlib.suppress(ProcessLookupError):
+                kill(pid, signal.SIGKILL)
+    os.close(pipe)
+    try:
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    except ChildProcessError:  # somebody else in this process waits for all children, or they are ignored
+        status = 0
+    if status:
+        _logger.warning("%s was not compiled ahead (exit status %d); its first launch does it", name, status)
 
 
-def _compile(launch: NotedLaunch, driver: SimpleNamespace, seconds: float) -> None:
+def _compile(launch: NotedLaunch, driver: SimpleNamespace, seconds: float, pipe: int) -> NoReturn:
     """A forked process, from its first step to its end. Its errors are those of the first launch, which reports them."""
     status = 1
     try:
         os.setsid()  # an interrupt from the terminal is for the parent
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(int(seconds) + 1)  # if the parent is not there to kill it
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # it waits for the compilers that it starts
         gc.disable()  # else tensors of the parent might be freed here
         nowhere = os.open(os.devnull, os.O_RDWR)
-        for output in (1, 2):  # what the parent has not written yet must not be written twice
-            os.dup2(nowhere, output)
+        for standard in range(3):  # what the parent has not written yet must not be written twice
+            os.dup2(nowhere, standard)
+        if pipe != 3:
+            os.dup2(pipe, 3, inheritable=False)
+        os.closerange(4, os.sysconf("SC_OPEN_MAX"))  # whoever reads the parent's pipes shall see their end
         triton.runtime.driver.set_active(driver)
         compiled = launch.kernel.warmup(*launch.args, grid=launch.grid, **launch.options)
         driver.launcher_cls(compiled.src, compiled.metadata)
