@@ -16,16 +16,19 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from minisgl.bench.machine import hardware, versions
 from minisgl.distributed import DistributedInfo
-from minisgl.distributed.communicator import Communicator, SymmetricMemory, TorchDistributed, make_communicator
+from minisgl.distributed.communicator import SYMMETRIC_BYTES, Communicator, SymmetricMemory, TorchDistributed, make_communicator
 from minisgl.distributed.groups import join_groups
 
+MOST_S = 90.0
 SIZES_KIB = (10, 64, 256, 640, 1024, 2048, 4096)
+CHECKS = 20
 CALLS, ROUNDS, REPEATS = 80, 3, 20
 """Calls in a graph, as many as a step of 40 layers makes; replays between two looks at the clock."""
 
@@ -40,6 +43,18 @@ def make_graph(comm: Communicator, tensor: torch.Tensor) -> torch.cuda.CUDAGraph
         for _ in range(CALLS):
             comm.all_reduce(tensor)
     return graph
+
+
+def check(shared: SymmetricMemory, number: int, size: int, count: int, dtype: torch.dtype) -> None:
+    """Sums of whole numbers that differ by element, rank and call, one call behind the other; and who computes them."""
+    base = torch.arange(count, device="cuda")
+    parts = [[((base + call) * (rank + 1) % 31).to(dtype) for rank in range(size)] for call in range(CHECKS)]
+    with mock.patch.object(TorchDistributed, "all_reduce", autospec=True, side_effect=TorchDistributed.all_reduce) as by_nccl:
+        sums = [shared.all_reduce(of_ranks[number].clone()) for of_ranks in parts]
+    for found, of_ranks in zip(sums, parts, strict=True):
+        assert torch.equal(found, sum(of_ranks[1:], of_ranks[0])), dtype
+    is_shared = dtype != torch.float16 and count * dtype.itemsize <= SYMMETRIC_BYTES[size]
+    assert by_nccl.call_count == (0 if is_shared else CHECKS), (dtype, count)
 
 
 def measure(graph: torch.cuda.CUDAGraph, group: Any) -> float:
@@ -66,9 +81,9 @@ def rank(number: int, size: int, rendezvous: Path, out: Path | None) -> None:
     sides = {"nccl_us": TorchDistributed(groups.device, size), "symmetric_us": shared}
     rows = []
     for kib in SIZES_KIB:
-        tensor = torch.full((kib * 512,), number + 1, dtype=torch.bfloat16, device=device)
-        for own in (tensor, tensor.float(), tensor.half()):
-            assert bool((shared.all_reduce(own.clone()) == size * (size + 1) // 2).all()), own.dtype
+        tensor = torch.zeros(kib * 512, dtype=torch.bfloat16, device=device)
+        for dtype in (torch.bfloat16, torch.float32, torch.float16):
+            check(shared, number, size, kib * 512, dtype)
         graphs = {name: make_graph(comm, torch.zeros_like(tensor)) for name, comm in sides.items()}
         times: dict[str, list[float]] = {name: [] for name in sides}
         for _ in range(ROUNDS):
@@ -98,7 +113,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, *sys.argv[1:], "--rendezvous", f"{folder}/meeting", "--rank"]
         children = [subprocess.Popen([*command, str(number)]) for number in range(args.ranks)]
-        sys.exit(max(abs(child.wait()) for child in children))
+        end = time.monotonic() + MOST_S
+        try:
+            while (codes := [child.poll() for child in children]) != [0] * args.ranks:
+                if time.monotonic() > end or any(codes):
+                    sys.exit(f"a rank has failed, or the ranks took too long: {codes}")
+                time.sleep(0.1)
+        finally:
+            for child in children:
+                child.kill()
+                child.wait()
 
 
 if __name__ == "__main__":

@@ -207,7 +207,7 @@ class LLM:
             waiting = zip(prompts, params, strict=True)
             while batch := list(islice(waiting, MOST_PROMPTS_AT_ONCE)):
                 if choices and self._backend().outputs:
-                    self._run_step()  # a GPU computes while the next prompts are tokenized
+                    self._run_step()  # with one rank, a GPU computes while the next prompts are tokenized
                 choices += self._submit(batch, variables)
             self._finish([output for group in choices for output in group], is_shown)
         finally:

@@ -13,7 +13,9 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.jit import JITFunction
 
+from minisgl.kernel.gpu import launch
 from minisgl.kernel.gpu.launch import Launcher, ceil_div, collecting, compile_together, next_power_of_2
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +35,27 @@ def output():
 @pytest.fixture(scope="module")
 def troubles(output):
     return {name: trouble for line in output.stdout.splitlines() for name, trouble in json.loads(line).items()}
+
+
+class Plain(JITFunction):
+    """A Triton kernel whose launches are written down."""
+
+    def __init__(self):
+        self.launched = []
+
+    def __getitem__(self, grid):
+        return lambda *args, **options: self.launched.append((grid, args, options))
+
+
+def test_where_triton_lacks_what_the_keys_are_made_of_all_launches_go_its_way(monkeypatch):
+    monkeypatch.setattr(launch, "native_specialize_impl", None)  # Triton 3.5
+    kernel = Plain()
+    launcher = Launcher(kernel)
+    with collecting() as noted:
+        launcher((2,), "x", 1, block=3, num_warps=4)
+        launcher.prepare(1, 3, num_warps=4)((5,), "y")
+    assert noted == {}
+    assert kernel.launched == [((2,), ("x", 1), {"block": 3, "num_warps": 4}), ((5,), ("y", 1, 3), {"num_warps": 4})]
 
 
 @pytest.mark.parametrize("check", CHECKS)
