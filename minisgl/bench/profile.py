@@ -1,8 +1,8 @@
 """Where the time of a step goes: decode steps and a prefill step of a workload under torch's profiler, beside what they need at least.
 
 A schedule follows from its requests alone. So the workload runs twice: once to see its steps and take their time, once to trace the chosen
-ones; on a GPU once before, which captures the graphs. There kernels are counted, those inside CUDA graphs too; on a CPU torch operations, by
-self time. A name decides the class: what is fused counts where its kernel's name says, and what no pattern knows is `other`, whose names are
+ones; on a GPU once before, which captures the graphs. There kernels count, those inside CUDA graphs too; on a CPU torch operations, by
+self time. A name tells the class: what is fused counts where its kernel's name says, and what no pattern knows is `other`, whose names are
 told. Knows the offline class only by what it calls. Called by `offline` and by benchmark/gpu/offline.py.
 
 The floor of a class is the larger of bytes over the copy bandwidth and operations over the matrix product rate, both measured right before.
