@@ -37,6 +37,8 @@ STEPS_S = 2.0
 """How long rank 0 may take to write its last steps, when another rank differs; it may sit in a collective."""
 HURRIED_S = 0.5
 """Instead of both, once a second signal has come."""
+CAUSE_S = 0.5
+"""How long a rank that fails is not believed to be the first, while the others run."""
 LOOK_S = 1.0
 """How often it is looked whether one of several ranks is stopped: the others wait for it within a step, for ever."""
 NUM_LOOKS = 6
@@ -200,23 +202,40 @@ class Children:
         if signals is not None and signals in ready:
             return signals.take()
         heard = [(worker, worker.read_reports()) for worker in self._workers if worker in ready]
-        for worker, reports in heard:  # before all else: the other ranks may break off because of it
-            for report in reports or ():
-                if report.kind == "diverged":
-                    self.failed = f"the {worker.name} process"
-                    raise WorkerError(f"the ranks do not agree any more: {self._explain(report)}")
-        for worker, reports in heard:  # first: what others say of a dead one is no more than a consequence
-            if reports is None:
-                self.failed = f"the {worker.name} process"
-                raise WorkerError(f"{self.failed} (pid {worker.pid}) died: {describe_exit(worker.wait(LEAVE_S))}{self._doing(worker)}")
+        self._raise_causes(heard)
         for worker, reports in heard:
             for report in reports or ():
                 if report.kind == "failed":
+                    self._look_for_cause(worker)
                     self.failed = f"the {worker.name} process"
                     raise WorkerError(f"{self.failed} failed: {report.text}")
                 if report.kind in ("stage", "ready"):
                     self._on_stage(f"{worker.name}: {report.text or report.kind}")
         return None
+
+    def _raise_causes(self, heard: Sequence[tuple[Worker, list[Report] | None]]) -> None:
+        """Raise WorkerError for what makes other children fail: ranks that differ, before all else, and dead ones."""
+        for worker, reports in heard:
+            for report in reports or ():
+                if report.kind == "diverged":
+                    self.failed = f"the {worker.name} process"
+                    raise WorkerError(f"the ranks do not agree any more: {self._explain(report)}")
+        for worker, reports in heard:
+            if reports is None:
+                self.failed = f"the {worker.name} process"
+                raise WorkerError(f"{self.failed} (pid {worker.pid}) died: {describe_exit(worker.wait(LEAVE_S))}{self._doing(worker)}")
+
+    def _look_for_cause(self, failed: Worker) -> None:
+        """A rank that fails may do so because another one has died, whose pipe ends a moment later than its sockets."""
+        others = [rank for rank in self._ranks if rank is not failed and failed in self._ranks and "failed" not in rank.reported]
+        deadline = time.monotonic() + CAUSE_S
+        while others and (left := deadline - time.monotonic()) > 0:
+            with selectors.DefaultSelector() as selector:
+                for rank in others:
+                    selector.register(rank, selectors.EVENT_READ)
+                ready = [key.fileobj for key, _ in selector.select(left)]
+            self._raise_causes([(rank, rank.read_reports()) for rank in others if rank in ready])
+            others = [rank for rank in others if "failed" not in rank.reported]
 
     def _look_for_stopped(self) -> None:
         """Raise WorkerError if one of several ranks has been stopped for NUM_LOOKS looks."""
