@@ -563,10 +563,9 @@ def check_it_works_where_somebody_else_waits_for_all_children():
     for handler in (signal.SIG_IGN, reap):
         before = signal.signal(signal.SIGCHLD, handler)
         try:
-            with empty_cache() as folder, reported() as messages:
+            with empty_cache() as folder, reported():  # a stub compiles nothing, which is said if nobody was quicker to wait
                 compile_together([Stub(work).noted() for _ in range(3)], SECONDS)
                 assert (folder / "log").read_text() == "+++"
-                assert messages == []
         finally:
             signal.signal(signal.SIGCHLD, before)
 
