@@ -19,6 +19,7 @@ from minisgl.layers.attention import local_kv_heads
 from minisgl.models.config import ModelConfig
 
 __all__ = [
+    "MAX_EXTEND_GRAPH_TOKENS",
     "MemoryPlan",
     "available_bytes",
     "extend_graph_bytes",

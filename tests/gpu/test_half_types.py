@@ -128,6 +128,8 @@ def test_attention_libraries(tmp_path, backend, page_size):
     try:
         engine = tiny_engine(tmp_path / "model", attention_backend=backend, **settings)
     except ConfigError as error:
+        if "pip install" not in str(error):  # it is there, and does not do
+            raise
         pytest.skip(str(error))
     check(engine, wanted)
 

@@ -60,7 +60,8 @@ def family(ranks):
     return found
 
 
-def test_a_rank_that_dies_a_moment_after_another_has_failed_is_the_one_that_is_named(family, ranks):
+def test_a_rank_that_dies_a_moment_after_another_has_failed_is_the_one_that_is_named(family, ranks, monkeypatch):
+    monkeypatch.setattr(children, "CAUSE_S", 60.0)
     ranks[0].say("failed", "connection reset by peer")
     timer = threading.Timer(0.05, ranks[1].die)
     timer.start()
