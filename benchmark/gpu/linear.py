@@ -87,7 +87,7 @@ def main() -> None:
                     )
                 best = sorted(found.items(), key=lambda item: item[1])[:3]
                 entry["best"] = best
-                default = linear_config(num_outputs, num_inputs)
+                default = linear_config(num_inputs, rows)
                 entry["default"] = [
                     f"{default.block_n}x{default.block_k}w{default.num_warps}",
                     time_us(lambda weight, x=x: linear(x, weight), weights),

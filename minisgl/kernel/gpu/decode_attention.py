@@ -130,7 +130,7 @@ def decode_config(head_dim: int, dtype: torch.dtype, num_rows: int, page_size: i
     if head_dim > 128:
         return DecodeConfig(block_n=32, num_stages=3, num_warps=4, programs_per_sm=2, chunk=chunk)
     if num_rows <= FEW_ROWS:
-        config = DecodeConfig(block_n=64, num_stages=3, num_warps=2, programs_per_sm=2, chunk=chunk, form="swapped")
+        config = DecodeConfig(block_n=64, num_stages=3, num_warps=2, programs_per_sm=3, chunk=chunk, form="swapped")
     else:  # one warp a program: no barrier stands in the loop
         chunk, programs_per_sm = next(share for most, *share in SHARES if most is None or num_rows <= most)
         config = DecodeConfig(block_n=16, num_stages=3, num_warps=1, programs_per_sm=programs_per_sm, chunk=chunk, form="split")

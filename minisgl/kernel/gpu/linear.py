@@ -52,16 +52,18 @@ def is_faster(num_tokens: int, num_inputs: int, has_norm: bool) -> bool:
 
 
 @functools.cache
-def linear_config(num_weight_rows: int, num_inputs: int, num_tokens: int = 1, is_gated: bool = False) -> LinearConfig:
-    """The configuration used for a matrix [rows, K]; chosen by measurement on an H200 (benchmark/gpu/linear.py)."""
+def linear_config(num_inputs: int, num_tokens: int = 1, is_gated: bool = False) -> LinearConfig:
+    """The configuration used for K inputs; chosen by measurement on an H200.
+
+    All inputs in one turn, where they are few: then all weights are on their way before the kernel ahead has ended, and what the product
+    waits for after that is read at once. A chain of equal products (benchmark/gpu/linear.py) does not show this, a decode step does.
+    """
     if num_inputs >= LONG_INPUTS:
-        block_n, block_k, num_warps = 4, 512, 2
-    elif num_weight_rows < 2048:
-        block_n, block_k, num_warps = 1, 1024, 4
+        block_n, block_k, num_warps = 2 if is_gated else 4, 512, 2  # each gated output reads two rows
     else:
-        block_n, block_k, num_warps = 2 if num_weight_rows <= 4096 else 4, 512, 2
-    block_n = max(1, block_n // 2) if is_gated else block_n  # each output reads two rows
-    block_k = min(block_k, next_power_of_2(num_inputs))
+        block_k = next_power_of_2(num_inputs)
+        block_n = 4 if block_k <= 1024 else 2
+        num_warps = max(1, block_n * block_k // 1024)
     num_sums = next_power_of_2(num_tokens) * (1 + is_gated)
     while num_sums * block_n * block_k > SUMS_PER_THREAD * 32 * num_warps:  # else they would not stay in registers
         block_n, block_k = (block_n // 2, block_k) if block_n > 1 else (1, block_k // 2)
@@ -103,7 +105,7 @@ def _launch(
     num_outputs = len(weight) // 2 if is_gated else len(weight)
     assert x.stride(1) == 1
     assert weight.is_contiguous()
-    config = config or linear_config(len(weight), num_inputs, num_rows, is_gated)
+    config = config or linear_config(num_inputs, num_rows, is_gated)
     out = x.new_empty((num_rows, num_outputs))
     total = x if residual is None else torch.empty_like(x, memory_format=torch.contiguous_format)
     _linear_kernel(
