@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from minisgl.core import Context
 from minisgl.errors import ConfigError
+from minisgl.kernel import products
 from minisgl.kernel.dispatch import kernels_for
 from minisgl.kernel.packed import can_pack, pack, packed_linear
 from minisgl.layers.base import BaseOP, Spec
@@ -26,7 +27,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     if x.device.type == "cpu" and x.shape[0] in TRANSPOSED_ROWS:
         product = torch.mm(weight, x.t()) if bias is None else torch.addmm(bias.unsqueeze(1), weight, x.t())
         return product.t().contiguous()
-    return F.linear(x, weight, bias)
+    return products.product(x, weight, bias) if x.device.type == "cuda" else F.linear(x, weight, bias)
 
 
 def divide(count: int, size: int, what: str) -> int:

@@ -1,0 +1,187 @@
+"""Search among cuBLASLt's algorithms for matrix products, beside the library's own choice; writes the table that minisgl takes.
+
+    python benchmark/gpu/products.py [--seconds 0.6] [--only NAME ...] [--out FILE] [--table FILE]
+
+For each matrix and number of rows: first what the library itself proposes, then its neighbours, one attribute changed, as long as the time
+for the cell lasts. Times are of one product in a CUDA graph of several, each with a matrix of its own that no cache holds. The table takes
+what is at least 2.5 % and 0.3 us faster than torch's product; put it in place of minisgl/kernel/products.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from minisgl.kernel.products import ATTRIBUTES, MAX_WORKSPACE, Algorithm, Product, Result, describe, library
+
+Name = tuple[int, ...]
+BYTES_IN_TURN = 400e6
+LEAST_RATIO, LEAST_US = 1.025, 0.3
+LARGEST_ERROR = 2e-2
+MATRICES = {
+    "14B qkv": (7168, 5120),
+    "14B o": (5120, 5120),
+    "14B gate and up": (34816, 5120),
+    "14B down": (5120, 17408),
+    "14B head": (151936, 5120),
+    "0.6B qkv": (4096, 1024),
+    "0.6B o": (1024, 2048),
+    "0.6B gate and up": (6144, 1024),
+    "0.6B down": (1024, 3072),
+    "0.6B head": (151936, 1024),
+}
+"""outputs, inputs"""
+ROWS = (8, *range(16, 257, 16), 512, 2048, 8192)
+HEAD_ROWS = (64, 128, 192, 256)
+MAX_ALGORITHMS = 100
+TILES, OPTIONS, STAGES = 6, 7, 13
+"""The library's numbers of what an algorithm can do."""
+
+
+def name_of(algorithm: Algorithm) -> Name:
+    values = []
+    for number, kind in enumerate(ATTRIBUTES):
+        value, written = kind(), ctypes.c_size_t()
+        size = ctypes.c_size_t(ctypes.sizeof(kind))
+        library()("MatmulAlgoConfigGetAttribute", ctypes.byref(algorithm), number, ctypes.byref(value), size, ctypes.byref(written))
+        values.append(value.value)
+    return tuple(values)
+
+
+def proposed(sizes: tuple[int, int, int]) -> list[Algorithm]:
+    """What the library proposes, the best first."""
+    operation, (weight, x, out) = describe(*sizes)
+    preference, most = ctypes.c_void_p(), ctypes.c_uint64(MAX_WORKSPACE)
+    library()("MatmulPreferenceCreate", ctypes.byref(preference))
+    library()("MatmulPreferenceSetAttribute", preference, 1, ctypes.byref(most), ctypes.c_size_t(8))
+    results, count = (Result * MAX_ALGORITHMS)(), ctypes.c_int()
+    asked = (operation, weight, x, out, out, preference, MAX_ALGORITHMS, results, ctypes.byref(count))
+    library()("MatmulAlgoGetHeuristic", library().handle, *asked)
+    return [result.algorithm for result in results[: count.value] if result.status == 0]
+
+
+def abilities(algorithm: Algorithm, what: int, room: int = 256) -> list[int]:
+    """Numbers that the library lists; none where it has no such list."""
+    values, written = (ctypes.c_uint32 * room)(), ctypes.c_size_t()
+    size = ctypes.c_size_t(4 * (1 if what == OPTIONS else room))
+    try:
+        library()("MatmulAlgoCapGetAttribute", ctypes.byref(algorithm), what, values, size, ctypes.byref(written))
+    except RuntimeError:
+        return []
+    return list(values[: written.value // 4])
+
+
+def neighbours(name: Name, algorithm: Algorithm) -> Iterator[Name]:
+    """Names with one attribute changed, possible or not: tile, parts of K, order of the tiles, option, stages, cluster."""
+    values = {
+        1: abilities(algorithm, TILES),
+        2: [1, 2, 3, 4, 5, 6, 8],
+        4: [0, 1],
+        5: range(min(max(abilities(algorithm, OPTIONS), default=0), 40) + 1),
+        6: abilities(algorithm, STAGES),
+        8: range(52),
+    }
+    for place, choices in values.items():
+        for value in choices:
+            changed = [*name[:place], value, *name[place + 1 :]]
+            if place == 2:
+                changed[3] = 0 if value == 1 else changed[3] or 2  # parts are added in fp32
+            yield tuple(changed)
+
+
+def time_us(run: Callable[[torch.Tensor], Any], weights: list[torch.Tensor], replays: int) -> float:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for weight in weights:
+            run(weight)
+    times = []
+    for _ in range(replays + 1):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / len(weights))
+    return sorted(times[1:])[replays // 2]
+
+
+def search(sizes: tuple[int, int, int], weights: list[torch.Tensor], seconds: float) -> dict[str, Any]:
+    x = torch.randn(sizes[0], sizes[2], device="cuda", dtype=torch.bfloat16)
+    expected = F.linear(x, weights[0])
+    largest = float(expected.abs().max())
+    torch_us = time_us(lambda weight: F.linear(x, weight), weights, 9)
+    tried: set[Name] = set()
+    found: list[tuple[float, Name]] = []
+
+    def attempt(name: Name) -> None:
+        if name in tried:
+            return
+        tried.add(name)
+        try:
+            product = Product(*sizes, name)
+            out = product(x, weights[0])
+        except RuntimeError:  # the library refuses it
+            return
+        if float((out - expected).abs().max()) < LARGEST_ERROR * largest:
+            found.append((time_us(partial(product, x), weights, 2), name))
+            found.sort()
+
+    start = time.monotonic()
+    algorithms = {name_of(algorithm): algorithm for algorithm in proposed(sizes)}
+    for name in algorithms:
+        attempt(name)
+    done: set[Name] = set()
+    while time.monotonic() < start + seconds and (todo := [name for _, name in found[:4] if name not in done]):
+        done.add(todo[0])
+        algorithm = next((a for name, a in algorithms.items() if name[0] == todo[0][0]))
+        for name in neighbours(todo[0], algorithm):
+            if time.monotonic() > start + seconds:
+                break
+            attempt(name)
+    again = sorted((time_us(partial(Product(*sizes, name), x), weights, 9), name) for _, name in found[:5])
+    torch_us = min(torch_us, time_us(lambda weight: F.linear(x, weight), weights, 9))
+    return {"sizes": sizes, "torch_us": torch_us, "tried": len(found), "best": again}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=0.6, help="of search for each cell")
+    parser.add_argument("--only", nargs="*", default=list(MATRICES), choices=list(MATRICES), help="matrices", metavar="NAME")
+    parser.add_argument("--out", type=Path, help="JSON file of all cells")
+    parser.add_argument("--table", type=Path, help="table to write")
+    args = parser.parse_args()
+    cells = []
+    for label in args.only:
+        outputs, inputs = MATRICES[label]
+        count = int(BYTES_IN_TURN // (2 * outputs * inputs)) + 2
+        weights = [torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(count)]
+        for rows in HEAD_ROWS if "head" in label else ROWS:
+            cell = {"matrix": label, **search((rows, outputs, inputs), weights, args.seconds)}
+            cells.append(cell)
+            print(f"{label}, {rows} rows: torch {cell['torch_us']:.1f} us, best of {cell['tried']}: {cell['best'][0]}", flush=True)
+        del weights
+    faster = [
+        (c, best) for c in cells for best in c["best"][:1] if c["torch_us"] / best[0] >= LEAST_RATIO and c["torch_us"] - best[0] >= LEAST_US
+    ]
+    table = {
+        "device": torch.cuda.get_device_name(),
+        "cublaslt": library().version,
+        "algorithms": [[*cell["sizes"], *name] for cell, (_, name) in faster],
+    }
+    if args.out:
+        args.out.write_text(json.dumps({**table, "algorithms": cells}, indent=1) + "\n", encoding="utf-8")
+    if args.table:
+        args.table.write_text(json.dumps(table) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
