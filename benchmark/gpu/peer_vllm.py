@@ -1,7 +1,7 @@
 """vLLM on the workload of `offline.py`, to be run beside it on the same card: `python benchmark/gpu/peer_vllm.py --model DIR [--out FILE]`.
 
-Needs vLLM where it runs, and nothing of minisgl. Random weights; its defaults but for the limits that the workload needs. One request alone
-has 128 tokens of prompt and 256 of output.
+Needs vLLM where it runs, and nothing of minisgl. Random weights; its defaults but for the limits that the workload needs and for
+FlashInfer's sampler, which would be compiled first. One request alone has 128 tokens of prompt and 256 of output.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def main() -> None:
     random.seed(0)
     prompts = [[random.randint(0, 10000) for _ in range(random.randint(SHORTEST, LONGEST))] for _ in range(NUM_REQUESTS)]
     lengths = [random.randint(SHORTEST, LONGEST) for _ in range(NUM_REQUESTS)]
+    assert (sum(map(len, prompts)), sum(lengths)) == (142_827, 133_966), "not the workload of the others"
 
     def params(length: int) -> Any:
         return vllm.SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=length, detokenize=False)
