@@ -167,7 +167,7 @@ def main() -> None:
         for rows in HEAD_ROWS if "head" in label else ROWS:
             cell = {"matrix": label, **search((rows, outputs, inputs), weights, args.seconds)}
             cells.append(cell)
-            print(f"{label}, {rows} rows: torch {cell['torch_us']:.1f} us, best of {cell['tried']}: {cell['best'][0]}", flush=True)
+            print(f"{label}, {rows} rows: torch {cell['torch_us']:.1f} us, best of {cell['tried']}: {cell['best'][:1]}", flush=True)
         del weights
     faster = [
         (c, best) for c in cells for best in c["best"][:1] if c["torch_us"] / best[0] >= LEAST_RATIO and c["torch_us"] - best[0] >= LEAST_US

@@ -1,7 +1,7 @@
 """Matrix products on a GPU by the cuBLASLt algorithm that was the fastest when it was measured, where that is not the library's own choice.
 
-The library chooses by a model of its own; for products of few rows by large matrices, a search among its algorithms finds some that are 3
-to 18 % faster. `products.json` names them, for one kind of GPU and one version of the library; whatever it does not name is left to torch.
+The library chooses by a model of its own; for some products by large matrices, a search among its algorithms finds one that is 3 to 18 %
+faster. `products.json` names them, for one kind of GPU and one version of the library; whatever it does not name is left to torch.
 It is written by `benchmark/gpu/products.py`. Knows tensors only. Called by the layers.
 
 Letters: T tokens, K inputs, N outputs.
@@ -55,21 +55,23 @@ class Library:
 
     def __call__(self, name: str, *arguments: Any) -> None:
         """RuntimeError if the library does not do it."""
-        status = getattr(self._calls, f"cublasLt{name}")(*arguments)
-        if status:
+        if status := getattr(self._calls, f"cublasLt{name}")(*arguments):
             raise RuntimeError(f"cublasLt{name} returned status {status}")
 
 
-@functools.cache
-def library() -> Library:
-    return Library()
+def _passed(value: Any) -> tuple[Any, ctypes.c_size_t]:
+    return ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value))
+
+
+library = functools.cache(Library)
+"""The one of this process."""
 
 
 def describe(num_tokens: int, num_outputs: int, num_inputs: int) -> tuple[ctypes.c_void_p, list[ctypes.c_void_p]]:
     """The library's descriptions of a product: of the operation, and of the weight, the inputs and the outputs."""
     operation = ctypes.c_void_p()
     library()("MatmulDescCreate", ctypes.byref(operation), COMPUTE_FLOAT32, FLOAT32)
-    library()("MatmulDescSetAttribute", operation, TRANSPOSE_FIRST, ctypes.byref(ctypes.c_int32(1)), ctypes.c_size_t(4))
+    library()("MatmulDescSetAttribute", operation, TRANSPOSE_FIRST, *_passed(ctypes.c_int32(1)))
     # the library counts by columns: outputs [N, T] = weight [K, N] transposed times inputs [K, T]
     shapes = ((num_inputs, num_outputs), (num_inputs, num_tokens), (num_outputs, num_tokens))
     layouts = [ctypes.c_void_p() for _ in shapes]
@@ -95,8 +97,7 @@ class Product:
         self._lib("MatmulAlgoInit", self._lib.handle, COMPUTE_FLOAT32, FLOAT32, *(BFLOAT16,) * 4, name, algorithm)
         for number, (kind, value) in enumerate(zip(ATTRIBUTES[1:], others, strict=True), 1):
             if value:  # not every algorithm takes every attribute; zero is what it has already
-                size = ctypes.c_size_t(ctypes.sizeof(kind))
-                self._lib("MatmulAlgoConfigSetAttribute", algorithm, number, ctypes.byref(kind(value)), size)
+                self._lib("MatmulAlgoConfigSetAttribute", algorithm, number, *_passed(kind(value)))
         result, (weight, x, out) = Result(), self._layouts
         self._lib("MatmulAlgoCheck", self._lib.handle, self._operation, weight, x, out, out, algorithm, ctypes.byref(result))
         if result.workspace > MAX_WORKSPACE:
@@ -109,9 +110,9 @@ class Product:
         workspace = torch.empty(self._workspace, dtype=torch.uint8, device=x.device)
         matrices = [(ctypes.c_void_p(t.data_ptr()), layout) for t, layout in zip((weight, x, out), self._layouts, strict=True)]
         terms = (ctypes.byref(self._one), *matrices[0], *matrices[1], ctypes.byref(self._zero), *matrices[2], *matrices[2])
-        scratch = ctypes.c_void_p(workspace.data_ptr()), ctypes.c_size_t(self._workspace)
-        stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
-        self._lib("Matmul", self._lib.handle, self._operation, *terms, ctypes.byref(self._algorithm), *scratch, stream)
+        scratch, stream = ctypes.c_void_p(workspace.data_ptr()), ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
+        where = ctypes.byref(self._algorithm), scratch, ctypes.c_size_t(self._workspace), stream
+        self._lib("Matmul", self._lib.handle, self._operation, *terms, *where)
         return out
 
 
@@ -140,6 +141,8 @@ def _prepared(device: torch.device, sizes: tuple[int, int, int]) -> Product | No
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [T, K] times weight [N, K] transposed, plus bias [N] -> [T, N]; on a CUDA device, of any type."""
     sizes = (len(x), *weight.shape)
-    is_plain = bias is None and x.dtype == torch.bfloat16 and x.is_contiguous() and weight.is_contiguous()
-    chosen = _prepared(x.device, sizes) if is_plain and sizes in _named(x.device) else None
+    is_plain = bias is None and x.dtype == weight.dtype == torch.bfloat16 and x.shape == (len(x), weight.shape[1])
+    is_flat = x.is_contiguous() and weight.is_contiguous() and (x.data_ptr() | weight.data_ptr()) % 16 == 0
+    is_named = is_plain and is_flat and sizes in _named(x.device) and x.device.index == torch.cuda.current_device()
+    chosen = _prepared(x.device, sizes) if is_named else None
     return F.linear(x, weight, bias) if chosen is None else chosen(x, weight)

@@ -16,10 +16,17 @@ TABLE = json.loads(resources.files("minisgl.kernel").joinpath("products.json").r
 pytestmark = pytest.mark.gpu
 
 
-def test_every_named_algorithm_is_taken_and_right():
+def measured_device():
+    """The current one, if the table is for it and for this version of the library; without the library there is an error, no skip."""
     device = torch.device("cuda", torch.cuda.current_device())
-    if not products._named(device):
+    if torch.cuda.get_device_name(device) != TABLE["device"] or products.library().version != TABLE["cublaslt"]:
         pytest.skip(f"measured on {TABLE['device']} with cuBLASLt {TABLE['cublaslt']}")
+    assert products._named(device)
+    return device
+
+
+def test_every_named_algorithm_is_taken_and_right():
+    device = measured_device()
     weights = {}
     for tokens, outputs, inputs, *_ in TABLE["algorithms"]:
         if (outputs, inputs) not in weights:
@@ -35,11 +42,8 @@ def test_every_named_algorithm_is_taken_and_right():
 
 
 def test_a_graph_holds_named_algorithms_with_their_scratch_memory():
-    device = torch.device("cuda", torch.cuda.current_device())
-    split = [entry for entry in TABLE["algorithms"] if entry[5] > 1][:1]
-    if not products._named(device) or not split:
-        pytest.skip("none that splits its inputs is named here")
-    ((tokens, outputs, inputs, *_),) = split
+    device = measured_device()
+    tokens, outputs, inputs, *_ = next(entry for entry in TABLE["algorithms"] if entry[5] > 1)  # one that splits its inputs
     weight, x = torch.randn(outputs, inputs, device=device).bfloat16(), torch.randn(tokens, inputs, device=device).bfloat16()
     expected = product(x, weight)
     graph = torch.cuda.CUDAGraph()

@@ -45,6 +45,7 @@ class Named:
 def named(monkeypatch):
     found = Named()
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: TABLE["device"])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)  # the index of a CPU's device
     monkeypatch.setattr(products, "library", lambda: found)
     products.library.cache_clear = lambda: None
     monkeypatch.setattr(products, "Product", found.make)
@@ -73,7 +74,21 @@ def test_what_the_table_does_not_name_is_left_to_torch(named):
         added = None if bias is None else torch.ones(len(weight), dtype=dtype)
         assert torch.equal(product(x, weight, added), F.linear(x, weight, added))
     wide = torch.ones(tokens, 2 * num_inputs, dtype=bf16)[:, :num_inputs]
-    assert torch.equal(product(wide, weight), F.linear(wide, weight)), "rows that are not one after the other"
+    shifted = torch.ones(tokens * num_inputs + 1, dtype=bf16)[1:].view(tokens, num_inputs)
+    batches = torch.ones(tokens, 2, num_inputs, dtype=bf16)
+    for x in (wide, shifted, batches):  # rows that are not one after the other, no multiple of 16 bytes, more than rows
+        assert torch.equal(product(x, weight), F.linear(x, weight))
+    for x, other in ((torch.ones(tokens, 24, dtype=bf16), weight), (torch.ones(tokens, num_inputs, dtype=bf16), weight.float())):
+        with pytest.raises(RuntimeError):  # torch's own refusal
+            product(x, other)
+    assert named.asked == []
+
+
+def test_a_thread_whose_device_is_another_is_left_to_torch(named, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    tokens, outputs, num_inputs = TABLE["algorithms"][0][:3]
+    x, weight = torch.ones(tokens, num_inputs, dtype=torch.bfloat16), torch.ones(outputs, num_inputs, dtype=torch.bfloat16)
+    assert torch.equal(product(x, weight), F.linear(x, weight))
     assert named.asked == []
 
 

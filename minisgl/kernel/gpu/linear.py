@@ -55,8 +55,9 @@ def is_faster(num_tokens: int, num_inputs: int, has_norm: bool) -> bool:
 def linear_config(num_inputs: int, num_tokens: int = 1, is_gated: bool = False) -> LinearConfig:
     """The configuration used for K inputs; chosen by measurement on an H200.
 
-    All inputs in one turn, where they are few: then all weights are on their way before the kernel ahead has ended, and what the product
-    waits for after that is read at once. A chain of equal products (benchmark/gpu/linear.py) does not show this, a decode step does.
+    All inputs in one turn, where they are few and the registers suffice: then all weights are on their way before the kernel ahead has
+    ended, and what the product waits for after that is read at once. A chain of equal products (benchmark/gpu/linear.py) does not show
+    this, a decode step does.
     """
     if num_inputs >= LONG_INPUTS:
         block_n, block_k, num_warps = 2 if is_gated else 4, 512, 2  # each gated output reads two rows
