@@ -13,32 +13,21 @@ import argparse
 import ctypes
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from linear import BYTES_IN_TURN, MATRICES, time_us  # the program beside this one
 
 from minisgl.kernel.products import ATTRIBUTES, MAX_WORKSPACE, Algorithm, Product, Result, describe, library
 
 Name = tuple[int, ...]
-BYTES_IN_TURN = 400e6
 LEAST_RATIO, LEAST_US = 1.025, 0.3
 LARGEST_ERROR = 2e-2
-MATRICES = {
-    "14B qkv": (7168, 5120),
-    "14B o": (5120, 5120),
-    "14B gate and up": (34816, 5120),
-    "14B down": (5120, 17408),
-    "14B head": (151936, 5120),
-    "0.6B qkv": (4096, 1024),
-    "0.6B o": (1024, 2048),
-    "0.6B gate and up": (6144, 1024),
-    "0.6B down": (1024, 3072),
-    "0.6B head": (151936, 1024),
-}
+HEADS = {"14B head": (151936, 5120), "0.6B head": (151936, 1024)}
 """outputs, inputs"""
 ROWS = (8, *range(16, 257, 16), 512, 2048, 8192)
 HEAD_ROWS = (64, 128, 192, 256)
@@ -98,22 +87,6 @@ def neighbours(name: Name, algorithm: Algorithm) -> Iterator[Name]:
             yield tuple(changed)
 
 
-def time_us(run: Callable[[torch.Tensor], Any], weights: list[torch.Tensor], replays: int) -> float:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for weight in weights:
-            run(weight)
-    times = []
-    for _ in range(replays + 1):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / len(weights))
-    return sorted(times[1:])[replays // 2]
-
-
 def search(sizes: tuple[int, int, int], weights: list[torch.Tensor], seconds: float) -> dict[str, Any]:
     x = torch.randn(sizes[0], sizes[2], device="cuda", dtype=torch.bfloat16)
     expected = F.linear(x, weights[0])
@@ -132,7 +105,7 @@ def search(sizes: tuple[int, int, int], weights: list[torch.Tensor], seconds: fl
         except RuntimeError:  # the library refuses it
             return
         if float((out - expected).abs().max()) < LARGEST_ERROR * largest:
-            found.append((time_us(partial(product, x), weights, 2), name))
+            found.append((time_us(partial(product, x), weights, 3), name))
             found.sort()
 
     start = time.monotonic()
@@ -142,7 +115,7 @@ def search(sizes: tuple[int, int, int], weights: list[torch.Tensor], seconds: fl
     done: set[Name] = set()
     while time.monotonic() < start + seconds and (todo := [name for _, name in found[:4] if name not in done]):
         done.add(todo[0])
-        algorithm = next((a for name, a in algorithms.items() if name[0] == todo[0][0]))
+        algorithm = next(a for name, a in algorithms.items() if name[0] == todo[0][0])
         for name in neighbours(todo[0], algorithm):
             if time.monotonic() > start + seconds:
                 break
@@ -153,18 +126,19 @@ def search(sizes: tuple[int, int, int], weights: list[torch.Tensor], seconds: fl
 
 
 def main() -> None:
+    matrices = {**MATRICES, **HEADS}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=0.6, help="of search for each cell")
-    parser.add_argument("--only", nargs="*", default=list(MATRICES), choices=list(MATRICES), help="matrices", metavar="NAME")
+    parser.add_argument("--only", nargs="*", default=list(matrices), choices=list(matrices), help="matrices", metavar="NAME")
     parser.add_argument("--out", type=Path, help="JSON file of all cells")
     parser.add_argument("--table", type=Path, help="table to write")
     args = parser.parse_args()
     cells = []
     for label in args.only:
-        outputs, inputs = MATRICES[label]
+        outputs, inputs = matrices[label]
         count = int(BYTES_IN_TURN // (2 * outputs * inputs)) + 2
         weights = [torch.randn(outputs, inputs, device="cuda", dtype=torch.bfloat16) * 0.02 for _ in range(count)]
-        for rows in HEAD_ROWS if "head" in label else ROWS:
+        for rows in HEAD_ROWS if label in HEADS else ROWS:
             cell = {"matrix": label, **search((rows, outputs, inputs), weights, args.seconds)}
             cells.append(cell)
             print(f"{label}, {rows} rows: torch {cell['torch_us']:.1f} us, best of {cell['tried']}: {cell['best'][:1]}", flush=True)

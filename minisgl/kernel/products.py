@@ -96,7 +96,7 @@ class Product:
         algorithm = ctypes.byref(self._algorithm)
         self._lib("MatmulAlgoInit", self._lib.handle, COMPUTE_FLOAT32, FLOAT32, *(BFLOAT16,) * 4, name, algorithm)
         for number, (kind, value) in enumerate(zip(ATTRIBUTES[1:], others, strict=True), 1):
-            if value:  # not every algorithm takes every attribute; zero is what it has already
+            if value:  # not every algorithm takes every attribute; zero is the default of each that may be zero
                 self._lib("MatmulAlgoConfigSetAttribute", algorithm, number, *_passed(kind(value)))
         result, (weight, x, out) = Result(), self._layouts
         self._lib("MatmulAlgoCheck", self._lib.handle, self._operation, weight, x, out, out, algorithm, ctypes.byref(result))
