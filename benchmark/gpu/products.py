@@ -152,7 +152,8 @@ def main() -> None:
         "algorithms": [[*cell["sizes"], *name] for cell, (_, name) in faster],
     }
     if args.out:
-        args.out.write_text(json.dumps({**table, "algorithms": cells}, indent=1) + "\n", encoding="utf-8")
+        report = {"device": table["device"], "cublaslt": table["cublaslt"], "cells": cells}
+        args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if args.table:
         args.table.write_text(json.dumps(table) + "\n", encoding="utf-8")
 
