@@ -64,7 +64,7 @@ ENGINE_FLAGS = (
         ("--memory-ratio",),
         "share of the available memory, above 0 to 1, for weights and KV pool together; 0: 0.9 on CUDA, 0.3 on a CPU",
     ),
-    _Flag("max_extend_tokens", ("--max-extend-tokens",), "most new tokens of one step; 0: 8192 on CUDA, 256 on a CPU"),
+    _Flag("max_extend_tokens", ("--max-extend-tokens",), "most new tokens a step; 0: 8192 on CUDA (offline up to 16384), 256 on a CPU"),
     _Flag(
         "max_extend_tokens_beside_decode",
         ("--max-extend-tokens-beside-decode",),

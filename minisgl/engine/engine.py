@@ -22,7 +22,7 @@ import torch.distributed as dist
 from minisgl.attention import BaseAttentionBackend, choose_attention_backends, make_attention_backend
 from minisgl.attention.probe import TRIAL_PAGES, why_not
 from minisgl.core import Batch, Context, Int32Array
-from minisgl.distributed import Communicator, DistributedInfo, make_communicator
+from minisgl.distributed import Communicator, make_communicator
 from minisgl.distributed.groups import Groups, join_groups
 from minisgl.engine.base import EngineLimits, StepLogprobs
 from minisgl.engine.config import DEFAULT_EXTEND_TOKENS, EngineConfig
@@ -421,24 +421,17 @@ def _try_attention(
 
 
 def choose_device(config: EngineConfig) -> torch.device:
-    """The device that `config` means on this machine. Raises ConfigError if it names one that is not there."""
+    """The device that `config` means on this machine, each rank's own. Raises ConfigError if it names one that is not there."""
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no CUDA device here; use --device cpu or install a CUDA build of torch")
-    if config.device == "auto" and not torch.cuda.is_available():
-        return torch.device("cpu")
-    if config.device == "cpu":
+    if config.device == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     if importlib.util.find_spec("triton") is None:
         raise ConfigError("--device cuda: triton is not installed; run `pip install triton`, or use --device cpu")
-    return _gpu(config.tp_info)
-
-
-def _gpu(tp_info: DistributedInfo) -> torch.device:
-    """Each rank's own."""
     count = torch.cuda.device_count()
-    if tp_info.size > count:
-        raise ConfigError(f"{tp_info.size} ranks need a GPU each, {count} found; lower --tp or use --device cpu")
-    return torch.device("cuda", tp_info.rank)
+    if config.tp_info.size > count:
+        raise ConfigError(f"{config.tp_info.size} ranks need a GPU each, {count} found; lower --tp or use --device cpu")
+    return torch.device("cuda", config.tp_info.rank)
 
 
 def choose_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -> torch.dtype:

@@ -15,7 +15,6 @@ from minisgl.kernel import reference
 
 __all__ = ["FewRows", "Kernels", "kernels_for"]
 
-Norms = tuple[torch.Tensor, torch.Tensor, float]
 Tensors = tuple[torch.Tensor, torch.Tensor]
 
 

@@ -66,6 +66,10 @@ class LLM:
         settings = SchedulerConfig(offline_mode=is_here, backend_create_detokenizer_link=is_here, **config)
         model_dir = resolve_model(None if model_path is None else str(model_path))
         self._config = replace(settings, model_path=str(model_dir))
+        if is_here:
+            from minisgl.llm.local import with_large_steps  # loads torch
+
+            self._config = with_large_steps(self._config)
         self._tokenizer: Tokenizer | None = load_tokenizer(model_dir) if (model_dir / "tokenizer.json").is_file() else None
         self._open: LocalRank | RankProcesses | None = _start(self._config, self._tokenizer)
         self._why_closed = ""
@@ -73,7 +77,8 @@ class LLM:
 
     @property
     def config(self) -> SchedulerConfig:
-        """The settings as they were given, the model's directory resolved. What the machine decided stands in `limits`."""
+        """The settings as they were given, the model's directory and `max_extend_tokens` resolved. What else the machine decided stands in
+        `limits`."""
         return self._config
 
     @property

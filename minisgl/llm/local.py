@@ -6,9 +6,12 @@ Knows messages and outputs; no prompt, no text. Loads torch. Called by the offli
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import replace
+
+import torch
 
 from minisgl.engine.base import BaseEngine, EngineLimits
-from minisgl.engine.engine import make_engine
+from minisgl.engine.engine import choose_device, make_engine
 from minisgl.llm.backend import deliver
 from minisgl.llm.interrupts import interrupts_held
 from minisgl.llm.output import Output
@@ -16,7 +19,17 @@ from minisgl.message import AbortBackendMsg, BaseBackendMsg, BaseTokenizerMsg, U
 from minisgl.scheduler.config import SchedulerConfig
 from minisgl.scheduler.scheduler import Scheduler
 
-__all__ = ["LocalRank"]
+__all__ = ["LocalRank", "with_large_steps"]
+
+LARGE_GPU_BYTES, LARGE_EXTEND_TOKENS = 64 * 2**30, 16_384
+
+
+def with_large_steps(config: SchedulerConfig) -> SchedulerConfig:
+    """On a GPU with memory for it, prefill steps of twice the usual size unless one is set: fewer decode steps of few rows stand between
+    them, and nobody watches the answers that wait."""
+    device = choose_device(config)
+    is_large = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory >= LARGE_GPU_BYTES
+    return replace(config, max_extend_tokens=LARGE_EXTEND_TOKENS) if is_large and not config.max_extend_tokens else config
 
 
 class _OfflineScheduler(Scheduler):

@@ -7,7 +7,6 @@ import contextlib
 import gc
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 import msgspec
@@ -50,7 +49,6 @@ T = TypeVar("T")
 LONG_BODY_BYTES = 1024 * 1024
 """Decoding one that is longer keeps others waiting."""
 Endpoint = Callable[[Request], Awaitable[Response]]
-Lifespan = Callable[[Starlette], AbstractAsyncContextManager[None]]
 
 
 def create_app(

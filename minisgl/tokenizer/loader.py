@@ -70,10 +70,6 @@ class Tokenizer:
         text = self._special_tokens.get(name)
         return None if text is None else self._backend.token_to_id(text)
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._chat_template is not None
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Text to ids. `add_special_tokens`: also those that tokenizer.json puts around a text (such as one BOS).
 

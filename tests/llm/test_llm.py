@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from minisgl.core import SamplingParams
 from minisgl.errors import ClosedError, ConfigError, ModelFormatError, RequestError
-from minisgl.llm import LLM
+from minisgl.llm import LLM, local
 from minisgl.llm.llm import MOST_PROMPTS_AT_ONCE
+from minisgl.scheduler.config import SchedulerConfig
 
 CHAT = [{"role": "user", "content": "Hello there"}]
 GREEDY = SamplingParams(max_tokens=6)
@@ -432,3 +435,17 @@ def test_a_progress_bar_is_shown_where_asked_for(progress, is_shown, llm, capfd)
     out, err = capfd.readouterr()
     assert out == ""
     assert ("10/10" in err) == is_shown
+
+
+# ---- sizes of steps -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("device", "gigabytes", "asked", "expected"),
+    [("cuda", 141, 0, 16_384), ("cuda", 24, 0, 0), ("cuda", 141, 300, 300), ("cpu", 141, 0, 0)],
+    ids=["large GPU", "small GPU", "set by the user", "CPU"],
+)
+def test_prefill_steps_are_twice_as_large_where_a_gpu_has_memory_for_them(monkeypatch, device, gigabytes, asked, expected):
+    monkeypatch.setattr(local, "choose_device", lambda config: torch.device(device))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=gigabytes * 10**9))
+    assert local.with_large_steps(SchedulerConfig(max_extend_tokens=asked)).max_extend_tokens == expected
