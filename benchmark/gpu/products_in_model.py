@@ -3,9 +3,10 @@
     python benchmark/gpu/products_in_model.py --model DIR --candidates FILE [--rows N ...] [--prompts N] [--out FILE] [--table FILE]
 
 `products.py` times a product alone. In a model it runs hotter, beside kernels that read memory, and a card at its power limit prefers other
-algorithms. So this takes what that search found (`--candidates`, its JSON), for all numbers of rows, times it alone, and
-then times decode steps of the model with each of the best, matrix by matrix, in turn with torch's own choice. Contexts are as long
-as those of the offline workload with so many rows left. `--prompts` does the same for a prefill step of so many tokens. Random weights.
+algorithms. So this takes what that search found (`--candidates`, its JSON) for near numbers of rows, times it alone, and then times decode
+steps of the model with each of the best, matrix by matrix, in turn with what is chosen so far. What does not make the whole step faster
+than torch's own choice is dropped. Contexts are as long as those of the offline workload with so many rows left. `--prompts` does the same
+for a prefill step of so many tokens. Random weights.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch.nn.functional as F
 from linear import BYTES_IN_TURN, time_us  # the program beside this one
 
 from minisgl.core import Batch, SamplingParams, SlotSetup, make_batch
-from minisgl.engine.memory import graph_sizes
+from minisgl.engine.memory import MAX_EXTEND_GRAPH_TOKENS, graph_sizes
 from minisgl.kernel import products
 from minisgl.kernel.products import Product, library
 from minisgl.llm import LLM
@@ -33,10 +34,12 @@ from minisgl.llm import LLM
 Name = tuple[int, ...]
 Matrix = tuple[int, int]
 """outputs, inputs"""
+Sizes = tuple[int, int, int]
+"""new tokens, outputs, inputs"""
 LARGEST_ERROR = 2e-2
 NUM_TIMED = 5
 """Decode steps that are timed together."""
-NUM_ROUNDS = 3
+NUM_ROUNDS = 4
 COLUMNS = 33
 """Pages of a row that no other row has."""
 NEAR = 80
@@ -53,6 +56,7 @@ class Model:
         self._engine: Any = self.llm.scheduler.engine
         self.limits = self._engine.limits
         self._graphs = self._engine._graphs[0]
+        assert "decode" in self._graphs.name
         pool = self._engine._attention.pool
         for tensor in (pool.k, pool.v):
             tensor.normal_()
@@ -101,7 +105,7 @@ class Model:
         before.read()
         return float(start.elapsed_time(end) * 1000 / count)
 
-    def take(self, choice: dict[tuple[int, int, int], Name]) -> None:
+    def take(self, choice: dict[Sizes, Name]) -> None:
         """Compute with these algorithms from now on, and else by torch's choice; graphs are captured anew."""
         self.named.clear()
         self.named.update({sizes: list(name) for sizes, name in choice.items()})
@@ -157,14 +161,17 @@ def spread(names: list[Name], count: int) -> list[Name]:
 
 
 def search(
-    model: Model, rows: int, batch: Batch, pools: dict[Matrix, list[Name]], is_graph: bool, num_tried: int
+    model: Model, rows: int, batch: Batch, pools: dict[Matrix, list[Name]], kept: dict[Sizes, Name], num_tried: int
 ) -> tuple[dict[Matrix, Name], list[dict[str, Any]]]:
-    """The algorithms that make a step of `rows` new tokens faster, and what was measured."""
+    """The algorithms that make a step of `rows` new tokens faster, and what was measured; products in `kept` stay as named there."""
     chosen: dict[Matrix, Name] = {}
     report: list[dict[str, Any]] = []
+    is_graph = batch.is_decode
 
     def variant(choice: dict[Matrix, Name]) -> Callable[[], float]:
-        model.take({(rows, *matrix): name for matrix, name in choice.items()})
+        """What measures a step with this choice."""
+        names = {**kept, **{(rows, *matrix): name for matrix, name in choice.items()}}
+        model.take(names)
         model.run(batch, 1)
         graph = model.graph(rows) if is_graph else None
 
@@ -172,34 +179,38 @@ def search(
             if is_graph:
                 model.put(rows, graph)
             else:
-                model.take({(rows, *matrix): name for matrix, name in choice.items()})
+                model.take(names)
             return model.run(batch, NUM_TIMED if is_graph else 2)
 
         return measure
 
+    def gains(before: Callable[[], float], after: Callable[[], float], rounds: int) -> list[float]:
+        """How many times as fast, once a round; who begins changes, after a run that does not count."""
+        after()
+        ratios = []
+        for number in range(rounds):
+            first, second = (before, after) if number % 2 else (after, before)
+            times = first(), second()
+            ratios.append(times[0] / times[1] if number % 2 else times[1] / times[0])
+        return ratios
+
     for matrix, pool in pools.items():
         best = spread(alone(rows, matrix, pool, model.weights[matrix]), num_tried)
         base = variant(chosen)
-        ratios: list[tuple[float, Name]] = []
-        for name in best:
-            other = variant({**chosen, matrix: name})
-            ratios.append((base() / other(), name))
-        ratios.sort(reverse=True)
-        finals = [(name, variant({**chosen, matrix: name})) for ratio, name in ratios[:2] if ratio > 1]
-        again: list[tuple[float, Name]] = []
-        for name, other in finals:
-            pairs = [(base(), other()) for _ in range(NUM_ROUNDS)]
-            again.append((statistics.median(a / b for a, b in pairs), name))
+        tried = [(statistics.mean(gains(base, variant({**chosen, matrix: name}), 2)), name) for name in best]
+        finals = [name for gain, name in sorted(tried, reverse=True)[:2] if gain > 1]
+        again = [(statistics.median(gains(base, variant({**chosen, matrix: name}), NUM_ROUNDS)), name) for name in finals]
+        report.append({"rows": rows, "matrix": matrix, "tried": tried, "again": again, "step_us": base()})
         gain, name = max(again, default=(1.0, ()))
-        report.append({"rows": rows, "matrix": matrix, "tried": ratios, "again": again, "step_us": base()})
         if gain >= LEAST_GAIN:
             chosen[matrix] = name
-    whole, plain = variant(chosen), variant({})
-    pairs = [(plain(), whole()) for _ in range(NUM_ROUNDS)]
-    report.append({"rows": rows, "chosen": list(chosen.items()), "torch_us": pairs[0][0], "ratios": [a / b for a, b in pairs]})
-    return chosen, report
+    plain, whole = variant({}), variant(chosen)
+    ratios = gains(plain, whole, NUM_ROUNDS)
+    report.append({"rows": rows, "chosen": list(chosen.items()), "torch_us": plain(), "ratios": ratios})
+    return chosen if statistics.median(ratios) >= LEAST_GAIN else {}, report
 
 
+@torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="directory with a config.json")
@@ -212,14 +223,17 @@ def main() -> None:
     parser.add_argument("--table", type=Path, help="table to write: the present one with what was chosen")
     args = parser.parse_args()
     begun = time.monotonic()
-    torch.inference_mode().__enter__()
     model = Model(args.model)
     before = {sizes: tuple(name) for sizes, name in model.named.items()}
     cells = [cell for file in args.candidates for cell in json.loads(file.read_text(encoding="utf-8"))["cells"]]
     report: list[dict[str, Any]] = []
     table = dict(before)
-    sizes = args.rows if args.rows is not None else [size for size in graph_sizes(model.limits.max_running_req) if size >= 8][::-1]
-    for rows in [*([args.prompts] if args.prompts else []), *sizes]:
+    sizes = [size for size in graph_sizes(model.limits.max_running_req) if size >= 8][::-1]
+    if not set(args.rows or ()).issubset(sizes):
+        parser.error(f"--rows: sizes of graphs are {sizes}")
+    if 0 < args.prompts <= MAX_EXTEND_GRAPH_TOKENS:
+        parser.error(f"--prompts: steps of up to {MAX_EXTEND_GRAPH_TOKENS} tokens are graphs, of which each variant would need its own")
+    for rows in [*([args.prompts] if args.prompts else []), *(sizes if args.rows is None else args.rows)]:
         is_graph = rows != args.prompts
         # rows of the offline workload: the more are left, the less each has said; its prompts have 558 tokens on average
         lens = [1600 - 4 * rows + (37 * row) % 200 for row in range(rows)] if is_graph else [0] * 15
@@ -233,8 +247,8 @@ def main() -> None:
             if tuple(matrix) in model.weights and abs(num_tokens - rows) <= (NEAR if is_graph else rows - 512):
                 own.setdefault(tuple(matrix), []).extend(tuple(name) for _, name in cell["best"])
         own = {matrix: list(dict.fromkeys(names)) for matrix, names in own.items()}
-        chosen, found = search(model, rows, batch, own, is_graph, args.tries)
         table = {cell: name for cell, name in table.items() if cell[0] != rows or cell[1:] not in own}
+        chosen, found = search(model, rows, batch, own, table, args.tries)
         table |= {(rows, *matrix): name for matrix, name in chosen.items()}
         report += found
         ratio, whole_us = statistics.median(found[-1]["ratios"]), found[-1]["torch_us"]
@@ -245,7 +259,8 @@ def main() -> None:
             "algorithms": [[*cell, *name] for cell, name in sorted(table.items(), key=lambda item: (item[0][1:], item[0][0]))],
         }
         if args.out:
-            args.out.write_text(json.dumps(report) + "\n", encoding="utf-8")
+            measured = {"device": written["device"], "cublaslt": written["cublaslt"], "model": Path(args.model).name, "sizes": report}
+            args.out.write_text(json.dumps(measured) + "\n", encoding="utf-8")
         if args.table:
             args.table.write_text(json.dumps(written) + "\n", encoding="utf-8")
         if time.monotonic() > begun + args.seconds:

@@ -42,7 +42,7 @@ class EngineConfig:
     """Most tokens of one request, prompt and output together; 0 is the model's context."""
     max_extend_tokens: int = 0
     """Most new tokens of one step, longer prompts are computed in chunks; 0 is 8192 on CUDA and 256 on a CPU, and for `LLM` with one GPU of
-    64 GiB or more 16384."""
+    128 GiB or more 16384."""
     cuda_graph_max_bs: int = 256
     """Decode steps of at most so many rows are CUDA graphs; 0: none is, nor a prefill step. Without effect on a CPU."""
     attention_backend: str = "auto"

@@ -1,8 +1,8 @@
-"""Matrix products on a GPU by the cuBLASLt algorithm that was the fastest when it was measured, where that is not the library's own choice.
+"""Matrix products on a GPU by a cuBLASLt algorithm that was measured to be faster than the library's own choice.
 
-The library chooses by a model of its own; for some products by large matrices, a search among its algorithms finds one that is 3 to 18 %
-faster. `products.json` names them, for one kind of GPU and one version of the library; whatever it does not name is left to torch.
-It is written by `benchmark/gpu/products.py`. Knows tensors only. Called by the layers.
+The library chooses by a model of its own; for some products by large matrices, a search among its algorithms finds a faster one, alone or
+in a step of a model. `products.json` names them, for one kind of GPU and one version of the library; whatever it does not name is left to
+torch. `benchmark/gpu/products.py` and `products_in_model.py` write it. Knows tensors only. Called by the layers.
 
 Letters: T tokens, K inputs, N outputs.
 """

@@ -77,8 +77,8 @@ class LLM:
 
     @property
     def config(self) -> SchedulerConfig:
-        """The settings as they were given, the model's directory and `max_extend_tokens` resolved. What else the machine decided stands in
-        `limits`."""
+        """The settings as they were given, with the model's directory, and `max_extend_tokens` raised where a large GPU allows it. What
+        else the machine decided stands in `limits`."""
         return self._config
 
     @property

@@ -21,12 +21,12 @@ from minisgl.scheduler.scheduler import Scheduler
 
 __all__ = ["LocalRank", "with_large_steps"]
 
-LARGE_GPU_BYTES, LARGE_EXTEND_TOKENS = 64 * 2**30, 16_384
+LARGE_GPU_BYTES, LARGE_EXTEND_TOKENS = 128 * 2**30, 16_384
 
 
 def with_large_steps(config: SchedulerConfig) -> SchedulerConfig:
-    """On a GPU with memory for it, prefill steps of twice the usual size unless one is set: fewer decode steps of few rows stand between
-    them, and nobody watches the answers that wait."""
+    """On a GPU with memory for it, prefill steps of twice the usual size unless one is set: fewer decode steps, which are not full yet,
+    stand between them."""
     device = choose_device(config)
     is_large = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory >= LARGE_GPU_BYTES
     return replace(config, max_extend_tokens=LARGE_EXTEND_TOKENS) if is_large and not config.max_extend_tokens else config

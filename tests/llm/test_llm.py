@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ from minisgl.core import SamplingParams
 from minisgl.errors import ClosedError, ConfigError, ModelFormatError, RequestError
 from minisgl.llm import LLM, local
 from minisgl.llm.llm import MOST_PROMPTS_AT_ONCE
+from minisgl.llm.ranks import RankProcesses
 from minisgl.scheduler.config import SchedulerConfig
 
 CHAT = [{"role": "user", "content": "Hello there"}]
@@ -441,11 +443,19 @@ def test_a_progress_bar_is_shown_where_asked_for(progress, is_shown, llm, capfd)
 
 
 @pytest.mark.parametrize(
-    ("device", "gigabytes", "asked", "expected"),
-    [("cuda", 141, 0, 16_384), ("cuda", 24, 0, 0), ("cuda", 141, 300, 300), ("cpu", 141, 0, 0)],
+    ("device", "num_bytes", "asked", "expected"),
+    [("cuda", 2**37, 0, 16_384), ("cuda", 2**37 - 1, 0, 0), ("cuda", 2**40, 300, 300), ("cpu", 2**40, 0, 0)],
     ids=["large GPU", "small GPU", "set by the user", "CPU"],
 )
-def test_prefill_steps_are_twice_as_large_where_a_gpu_has_memory_for_them(monkeypatch, device, gigabytes, asked, expected):
+def test_prefill_steps_are_twice_as_large_where_a_gpu_has_memory_for_them(monkeypatch, device, num_bytes, asked, expected):
     monkeypatch.setattr(local, "choose_device", lambda config: torch.device(device))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=gigabytes * 10**9))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=num_bytes))
     assert local.with_large_steps(SchedulerConfig(max_extend_tokens=asked)).max_extend_tokens == expected
+
+
+def test_one_rank_takes_the_larger_steps_and_several_do_not(monkeypatch, tiny_models):
+    monkeypatch.setattr(local, "with_large_steps", lambda config: replace(config, max_extend_tokens=77))
+    with LLM(tiny_models("llama"), num_pages=64, max_seq_len=128) as here:
+        assert here.config.max_extend_tokens == 77
+    monkeypatch.setattr(RankProcesses, "start", lambda config: RankProcesses)
+    assert LLM(tiny_models("llama"), tp_size=2).config.max_extend_tokens == 0
