@@ -428,8 +428,7 @@ def choose_device(config: EngineConfig) -> torch.device:
         return torch.device("cpu")
     if importlib.util.find_spec("triton") is None:
         raise ConfigError("--device cuda: triton is not installed; run `pip install triton`, or use --device cpu")
-    count = torch.cuda.device_count()
-    if config.tp_info.size > count:
+    if config.tp_info.size > (count := torch.cuda.device_count()):
         raise ConfigError(f"{config.tp_info.size} ranks need a GPU each, {count} found; lower --tp or use --device cpu")
     return torch.device("cuda", config.tp_info.rank)
 

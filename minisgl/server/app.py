@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import gc
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any, TypeVar
 
 import msgspec
@@ -48,7 +48,6 @@ __all__ = ["create_app"]
 T = TypeVar("T")
 LONG_BODY_BYTES = 1024 * 1024
 """Decoding one that is longer keeps others waiting."""
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def create_app(

@@ -14,6 +14,8 @@ __all__ = ["Chat", "Prompt", "check_sampling_ids", "check_token_ids", "encode_pr
 Chat = Sequence[Mapping[str, Any]]
 Prompt = Union[str, Sequence[int], Chat]
 """A text, token ids, or the messages of a chat."""
+PIECE = 50_000
+"""Ids that are looked at in one call: no other thread runs meanwhile."""
 
 
 def encode_prompts(
@@ -60,7 +62,8 @@ def check_token_ids(ids: Sequence[Any], vocab_size: int, param: str = "prompt") 
     """Raise RequestError, about the field `param`, unless there is at least one id and all are ints from 0 to `vocab_size` - 1."""
     if not ids:
         raise RequestError(f"the {param} is empty; at least one token is wanted", code=f"empty_{param}", param=param)
-    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
+    pieces = (ids[start : start + PIECE] for start in range(0, len(ids), PIECE))
+    if all(set(map(type, piece)) == {int} and min(piece) >= 0 and max(piece) < vocab_size for piece in pieces):
         return
     for token_id in ids:  # one is wrong, or an integer of another type
         if isinstance(token_id, bool) or not isinstance(token_id, int):

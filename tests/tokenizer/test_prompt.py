@@ -105,6 +105,29 @@ def test_ids_that_are_none_are_refused(ids):
         check_token_ids(ids, 260)
 
 
+class Watched(list):
+    """Ids that are given out in slices only; the longest is noted."""
+
+    longest = 0
+
+    def __iter__(self):
+        raise AssertionError("all ids are read by one call, and no other thread runs meanwhile")
+
+    def __getitem__(self, place):
+        part = super().__getitem__(place)
+        self.longest = max(self.longest, len(part))
+        return part
+
+
+def test_millions_of_ids_are_checked_in_pieces_between_which_other_threads_run():
+    ids = Watched([3] * 1_000_000)
+    check_token_ids(ids, 260)
+    assert 0 < ids.longest <= 100_000
+    last = [*[3] * 999_999, 260]
+    with pytest.raises(RequestError, match="260"):
+        check_token_ids(last, 260)
+
+
 def test_integers_of_a_type_of_their_own_are_ids():
     class Number(int):
         pass
