@@ -13,7 +13,7 @@ import argparse
 import ctypes
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,10 +87,27 @@ def neighbours(name: Name, algorithm: Algorithm) -> Iterator[Name]:
             yield tuple(changed)
 
 
+def time_of(name: Name, x: torch.Tensor, weights: list[torch.Tensor], replays: int) -> float | None:
+    """Microseconds of x times one of the weights by that algorithm; None if it refuses, or its result is not torch's."""
+    try:
+        product = Product(len(x), *weights[0].shape, name)
+        out = product(x, weights[0])
+    except RuntimeError:
+        return None
+    expected = F.linear(x, weights[0])
+    is_right = float((out - expected).abs().max()) < LARGEST_ERROR * float(expected.abs().max())
+    return time_us(partial(product, x), weights, replays) if is_right else None
+
+
+def write_table(file: Path, algorithms: Iterable[Sequence[int]]) -> None:
+    """As minisgl takes it, a line for each product: its sizes and its algorithm's attributes."""
+    lines = ",\n".join(f"  {json.dumps(list(entry))}" for entry in algorithms)
+    head = f' "device": {json.dumps(torch.cuda.get_device_name())},\n "cublaslt": {library().version},\n'
+    file.write_text(f'{{\n{head} "algorithms": [\n{lines}\n ]\n}}\n', encoding="utf-8")
+
+
 def search(sizes: tuple[int, int, int], weights: list[torch.Tensor], seconds: float) -> dict[str, Any]:
     x = torch.randn(sizes[0], sizes[2], device="cuda", dtype=torch.bfloat16)
-    expected = F.linear(x, weights[0])
-    largest = float(expected.abs().max())
     torch_us = time_us(lambda weight: F.linear(x, weight), weights, 9)
     tried: set[Name] = set()
     found: list[tuple[float, Name]] = []
@@ -99,13 +116,8 @@ def search(sizes: tuple[int, int, int], weights: list[torch.Tensor], seconds: fl
         if name in tried:
             return
         tried.add(name)
-        try:
-            product = Product(*sizes, name)
-            out = product(x, weights[0])
-        except RuntimeError:  # the library refuses it
-            return
-        if float((out - expected).abs().max()) < LARGEST_ERROR * largest:
-            found.append((time_us(partial(product, x), weights, 3), name))
+        if (us := time_of(name, x, weights, 3)) is not None:
+            found.append((us, name))
             found.sort()
 
     start = time.monotonic()
@@ -146,16 +158,11 @@ def main() -> None:
     faster = [
         (c, best) for c in cells for best in c["best"][:1] if c["torch_us"] / best[0] >= LEAST_RATIO and c["torch_us"] - best[0] >= LEAST_US
     ]
-    table = {
-        "device": torch.cuda.get_device_name(),
-        "cublaslt": library().version,
-        "algorithms": [[*cell["sizes"], *name] for cell, (_, name) in faster],
-    }
     if args.out:
-        report = {"device": table["device"], "cublaslt": table["cublaslt"], "cells": cells}
+        report = {"device": torch.cuda.get_device_name(), "cublaslt": library().version, "cells": cells}
         args.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if args.table:
-        args.table.write_text(json.dumps(table) + "\n", encoding="utf-8")
+        write_table(args.table, [[*cell["sizes"], *name] for cell, (_, name) in faster])
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python benchmark/gpu/products_in_model.py --model DIR --candidates FILE [--rows N ...] [--prompts N] [--out FILE] [--table FILE]
 
-`products.py` times a product alone. In a model it runs hotter, beside kernels that read memory, and a card at its power limit prefers other
-algorithms. So this takes what that search found (`--candidates`, its JSON) for near numbers of rows, times it alone, and then times decode
+`products.py` times a product alone. In a model it runs between other kernels, and what is the fastest alone need not be the fastest
+there. So this takes what that search found (`--candidates`, its JSON) for near numbers of rows, times it alone, and then times decode
 steps of the model with each of the best, matrix by matrix, in turn with what is chosen so far. What does not make the whole step faster
 than torch's own choice is dropped. Contexts are as long as those of the offline workload with so many rows left. `--prompts` does the same
 for a prefill step of so many tokens. Random weights.
@@ -16,30 +16,28 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from linear import BYTES_IN_TURN, time_us  # the program beside this one
+from linear import BYTES_IN_TURN  # the programs beside this one
+from products import Name, time_of, write_table
 
 from minisgl.core import Batch, SamplingParams, SlotSetup, make_batch
 from minisgl.engine.memory import MAX_EXTEND_GRAPH_TOKENS, graph_sizes
 from minisgl.kernel import products
-from minisgl.kernel.products import Product, library
+from minisgl.kernel.products import library
 from minisgl.llm import LLM
 
-Name = tuple[int, ...]
 Matrix = tuple[int, int]
 """outputs, inputs"""
 Sizes = tuple[int, int, int]
 """new tokens, outputs, inputs"""
-LARGEST_ERROR = 2e-2
 NUM_TIMED = 5
 """Decode steps that are timed together."""
 NUM_ROUNDS = 4
+"""Pairs that are timed before something is chosen."""
 COLUMNS = 33
 """Pages of a row that no other row has."""
 NEAR = 80
@@ -135,20 +133,10 @@ class Model:
 
 def alone(rows: int, matrix: Matrix, names: Iterable[Name], weights: list[torch.Tensor]) -> list[Name]:
     """Of those that compute the product rightly, the fastest when nothing else runs, the best first."""
-    count = min(len(weights), int(BYTES_IN_TURN // (2 * matrix[0] * matrix[1])) + 2)
+    count = int(BYTES_IN_TURN // (2 * matrix[0] * matrix[1])) + 2
     x = torch.randn(rows, matrix[1], device="cuda", dtype=torch.bfloat16)
-    expected = F.linear(x, weights[0])
-    largest = float(expected.abs().max())
-    found = []
-    for name in names:
-        try:
-            product = Product(rows, *matrix, name)
-            out = product(x, weights[0])
-        except RuntimeError:  # the library refuses it
-            continue
-        if float((out - expected).abs().max()) < LARGEST_ERROR * largest:
-            found.append((time_us(partial(product, x), weights[:count], 3), name))
-    return [name for _, name in sorted(found)]
+    times = [(time_of(name, x, weights[:count], 3), name) for name in names]
+    return [name for _, name in sorted((us, name) for us, name in times if us is not None)]
 
 
 def spread(names: list[Name], count: int) -> list[Name]:
@@ -224,17 +212,16 @@ def main() -> None:
     args = parser.parse_args()
     begun = time.monotonic()
     model = Model(args.model)
-    before = {sizes: tuple(name) for sizes, name in model.named.items()}
     cells = [cell for file in args.candidates for cell in json.loads(file.read_text(encoding="utf-8"))["cells"]]
     report: list[dict[str, Any]] = []
-    table = dict(before)
+    table = {cell: tuple(name) for cell, name in model.named.items()}
     sizes = [size for size in graph_sizes(model.limits.max_running_req) if size >= 8][::-1]
     if not set(args.rows or ()).issubset(sizes):
         parser.error(f"--rows: sizes of graphs are {sizes}")
     if 0 < args.prompts <= MAX_EXTEND_GRAPH_TOKENS:
         parser.error(f"--prompts: steps of up to {MAX_EXTEND_GRAPH_TOKENS} tokens are graphs, of which each variant would need its own")
     for rows in [*([args.prompts] if args.prompts else []), *(sizes if args.rows is None else args.rows)]:
-        is_graph = rows != args.prompts
+        is_graph = rows != args.prompts  # a prefill step is none
         # rows of the offline workload: the more are left, the less each has said; its prompts have 558 tokens on average
         lens = [1600 - 4 * rows + (37 * row) % 200 for row in range(rows)] if is_graph else [0] * 15
         extend = [1] * rows if is_graph else [*[rows // 15] * 14, rows - rows // 15 * 14]
@@ -253,16 +240,11 @@ def main() -> None:
         report += found
         ratio, whole_us = statistics.median(found[-1]["ratios"]), found[-1]["torch_us"]
         print(f"{rows} rows: {whole_us:.0f} us, {ratio:.4f} times as fast by {chosen}", flush=True)
-        written = {
-            "device": torch.cuda.get_device_name(),
-            "cublaslt": library().version,
-            "algorithms": [[*cell, *name] for cell, name in sorted(table.items(), key=lambda item: (item[0][1:], item[0][0]))],
-        }
         if args.out:
-            measured = {"device": written["device"], "cublaslt": written["cublaslt"], "model": Path(args.model).name, "sizes": report}
-            args.out.write_text(json.dumps(measured) + "\n", encoding="utf-8")
+            taken = {"device": torch.cuda.get_device_name(), "cublaslt": library().version, "model": Path(args.model).name}
+            args.out.write_text(json.dumps({**taken, "sizes": report}) + "\n", encoding="utf-8")
         if args.table:
-            args.table.write_text(json.dumps(written) + "\n", encoding="utf-8")
+            write_table(args.table, [(*cell, *name) for cell, name in sorted(table.items(), key=lambda item: (item[0][1:], item[0][0]))])
         if time.monotonic() > begun + args.seconds:
             break
 
