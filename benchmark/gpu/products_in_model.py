@@ -101,6 +101,7 @@ class Model:
             before = handle
         end.record()
         before.read()
+        end.synchronize()
         return float(start.elapsed_time(end) * 1000 / count)
 
     def take(self, choice: dict[Sizes, Name]) -> None:

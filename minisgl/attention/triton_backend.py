@@ -89,8 +89,8 @@ class TritonAttention(BaseAttentionBackend):
         return plan_decode(lengths, self._decode_config(num_rows).chunk)
 
     def max_items(self, max_rows: int) -> int:
-        """Upper bound of the items of steps of up to `max_rows` rows that share no pages."""
-        return max_items(self.pool.num_pages * self.pool.page_size, max_rows, self.page_table.shape[1] * self.pool.page_size)
+        """Room for the items of steps of up to `max_rows` rows, which nearly all steps fit in."""
+        return max_items(max_rows, self.page_table.shape[1] * self.pool.page_size)
 
     def _decode_config(self, num_rows: int) -> DecodeConfig:
         return decode_config(self.pool.k.shape[-1], self.pool.k.dtype, num_rows, self.pool.page_size)
@@ -128,9 +128,8 @@ class TritonAttention(BaseAttentionBackend):
         return self._tiles[key]
 
     def _partials_for(self, q: torch.Tensor, work: DecodeWork) -> Partials:
-        """Scratch memory for `work`: the one that all steps share, or its own where rows share so many pages that it is too small."""
-        num_kv_heads, head_dim = self.pool.k.shape[2], self.pool.k.shape[-1]
-        shape = (num_kv_heads, q.shape[1] // num_kv_heads, head_dim, q.device)
+        """Scratch memory for `work`: the one that all steps share, or its own where rows are so many and so long that it is too small."""
+        shape = (self.pool.k.shape[2], q.shape[1] // self.pool.k.shape[2], self.pool.k.shape[-1], q.device)
         if self._partials is None:
             num_rows = -(-self.page_table.shape[0] // ROW_STEP) * ROW_STEP
             self._partials = make_partials(self.max_items(num_rows), num_rows, *shape)

@@ -26,7 +26,7 @@ from minisgl.distributed import Communicator, make_communicator
 from minisgl.distributed.groups import Groups, join_groups
 from minisgl.engine.base import EngineLimits, StepLogprobs
 from minisgl.engine.config import DEFAULT_EXTEND_TOKENS, EngineConfig
-from minisgl.engine.logprobs import Logprobs, PendingLogprobs, compute_logprobs, read_back
+from minisgl.engine.logprobs import PROMPT_LOGITS, Logprobs, PendingLogprobs, compute_logprobs, read_back
 from minisgl.engine.memory import (
     MAX_EXTEND_GRAPH_TOKENS,
     available_bytes,
@@ -63,8 +63,6 @@ logger = logging.getLogger(__name__)
 DEFAULT_PAGE_SIZE = {"cpu": 16, "cuda": 64}
 REHEARSED_TOKENS = (512, 1, 2, 3, 4)
 """Steps without graphs: more than the products of few rows take and less than takes time, and all that those tell apart."""
-PROMPT_LOGITS = 256
-"""Prompt tokens whose logits are computed together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +313,7 @@ def make_engine(
 
     max_graph_rows, max_graph_tokens, step_bytes = 0, 0, 0
     if device.type == "cuda":
-        max_graph_rows, max_graph_tokens, step_bytes = _measure(build, config, model_config, dtype, device)
+        max_graph_rows, max_graph_tokens, step_bytes = _measure(build, config, model_config, dtype, device, available - num_bytes)
     plan = plan_memory(config, model_config, dtype, page_size, available, num_bytes, device.type, step_bytes)
     plan = replace(plan, num_pages=_minimum(plan.num_pages, groups))
     graphs = ", decode steps without CUDA graphs" if device.type == "cuda" and not max_graph_rows else ""
@@ -329,26 +327,24 @@ def make_engine(
 
 
 def _measure(
-    build: Callable[[int, int, int], Engine], config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device
+    build: Callable[[int, int, int], Engine], config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, free: int
 ) -> tuple[int, int, int]:
     """Rows of the largest decode step that is a graph, new tokens of the largest prefill step, and the bytes that steps and graphs take.
 
-    `build`: engines of so many pages, rows and tokens. The kernels are compiled before, and what that leaves on the device counts too.
+    `build`: engines of so many pages, rows and tokens. `free`: bytes that the weights have left; what else is gone once the kernels are
+    compiled counts too: tables of positions and pages, the libraries' and the ranks' buffers.
     """
     largest = config.max_extend_tokens or DEFAULT_EXTEND_TOKENS["cuda"]
     trial, max_rows, max_tokens = build(1, 0, 0), 0, 0
     if trial.can_be_captured and (model.moe is None or default_moe_backend(device).supports_graphs):
         max_rows = min(config.cuda_graph_max_bs, config.max_running_req)
         max_tokens = min(MAX_EXTEND_GRAPH_TOKENS, largest) if max_rows and trial.extends_in_graphs else 0
-    torch.cuda.empty_cache()
-    free = available_bytes(device)
     build(1, max_rows, max_tokens).compile_ahead()
     torch.cuda.empty_cache()
-    step_bytes = max(0, free - available_bytes(device))
-    step_bytes += measure_step(trial, largest, has_decode_step=not trial.can_be_captured)
-    share, num_rows = step_bytes * extend_graph_size(max_tokens) // largest if max_tokens else 0, extend_graph_rows(config.max_running_req)
+    gone, peak = max(0, free - available_bytes(device)), measure_step(trial, largest)
+    share, num_rows = peak * extend_graph_size(max_tokens) // largest if max_tokens else 0, extend_graph_rows(config.max_running_req)
     extend_bytes = extend_graph_bytes(max_tokens, num_rows, share, model.vocab_size, dtype)
-    return max_rows, max_tokens, step_bytes + extend_bytes + graph_bytes(graph_sizes(max_rows), model.vocab_size, dtype)
+    return max_rows, max_tokens, gone + peak + extend_bytes + graph_bytes(graph_sizes(max_rows), model.vocab_size, dtype)
 
 
 def _join(config: EngineConfig, rendezvous: Path | None, device: torch.device) -> Groups:

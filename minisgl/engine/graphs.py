@@ -220,18 +220,23 @@ class DecodeGraphs(StepGraphs):
         )
         self._plan: tuple[Int32Array, Int32Array] | None = None
         """the attention's, of the step that comes next"""
+        self._has_told = False
 
     @property
     def sizes(self) -> list[int]:
         return graph_sizes(self._max_rows)
 
     def run(self, batch: Batch) -> Outputs | None:
-        """None: no decode step, too many rows, or, rarely, more changed pages or chunks than a graph has room for."""
+        """None: no decode step, too many rows, or more changed pages or chunks than a graph has room for: millions of tokens together."""
         if not batch.is_decode or batch.num_rows > self._max_rows or len(batch.prompt_targets):
             return None
         size = graph_size(batch.num_rows)
         self._plan = self._parts.attention.plan_decode(batch.positions + 1, size)
-        if len(batch.table_updates) > len(self._updates) or len(self._plan[1]) > len(self._work.items):
+        num_items, most = len(self._plan[1]), len(self._work.items)
+        if num_items > most and not self._has_told:
+            logger.warning("a decode step has %d chunks of K/V, CUDA graphs have room for %d; such steps take longer", num_items, most)
+            self._has_told = True
+        if len(batch.table_updates) > len(self._updates) or num_items > most:
             return None
         return self.replay(size, batch, batch.slots)
 
@@ -247,10 +252,8 @@ class DecodeGraphs(StepGraphs):
         end = self._items_at
         if batch is not None and self._plan is not None:
             first_partial, items = self._plan
-            for row, name in enumerate(PLAN_FIELDS):
-                rows[row, :num_rows] = batch.view(name)
-            rows[LENGTHS, :num_rows] = batch.positions + 1
-            rows[FIRST_PARTIAL, :num_rows] = first_partial
+            for row, values in enumerate((*map(batch.view, PLAN_FIELDS), batch.positions + 1, first_partial)):
+                rows[row, :num_rows] = values
             updates = batch.table_updates
             header[NUM_ITEMS], header[NUM_UPDATES] = len(items), len(updates)
             block.array[self._updates_at : self._updates_at + updates.size] = updates.reshape(-1)

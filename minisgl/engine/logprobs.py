@@ -16,7 +16,10 @@ import torch
 from minisgl.core import TokenLogprobs
 from minisgl.kernel.staging import Pending, Readback
 
-__all__ = ["Logprobs", "PendingLogprobs", "compute_logprobs", "read_back"]
+__all__ = ["PROMPT_LOGITS", "Logprobs", "PendingLogprobs", "compute_logprobs", "read_back"]
+
+PROMPT_LOGITS = 256
+"""Prompt tokens whose logits are computed together."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -148,6 +148,6 @@ def plan_memory(
         raise ConfigError(
             f"no memory for the KV pool: {available / 2**20:,.0f} MiB available, of which --memory-ratio {ratio:g} may be used, "
             f"weights take {weight_bytes / 2**20:,.0f} MiB, steps {step_bytes / 2**20:,.0f} MiB and a page {page_bytes / 2**20:,.2f} MiB; "
-            "raise --memory-ratio or free memory"
+            f"raise --memory-ratio{', lower --max-extend-tokens' if step_bytes else ''} or free memory"
         )
     return MemoryPlan(available, weight_bytes, step_bytes, page_bytes, num_pages)

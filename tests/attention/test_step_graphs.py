@@ -133,6 +133,45 @@ def test_prompts_in_chunks_beside_each_other_and_their_decode_steps_are_those_of
     bench.step(dict.fromkeys(range(1, 5), 1), is_token_hidden=True)
 
 
+def share(bench, uid, other, num_pages, tokens):
+    """A row that begins with the first pages of another, as the prefix cache gives them, and goes on with `tokens`."""
+    bench.planner.add(uid, bench.planner.rows[other].tokens[: num_pages * PAGE_SIZE] + tokens)
+    row = bench.planner.rows[uid]
+    row.pages, row.num_cached = bench.planner.rows[other].pages[:num_pages], num_pages * PAGE_SIZE
+    for attention in (bench.eager._attention, bench.graphs[0]._parts.attention):
+        attention.page_table[row.slot, :num_pages] = torch.tensor(row.pages, dtype=torch.int32)
+
+
+def test_rows_that_share_a_long_prefix_are_decoded_in_graphs(monkeypatch):
+    """Together they have more tokens than the pool, so that its size says nothing of their chunks."""
+    monkeypatch.setattr(f"{__name__}.NUM_COLUMNS", 20)
+    bench = Bench(LLAMA)
+    bench.add(0, 260)
+    for size in (64, 64, 64, 64, 4):
+        bench.step({0: size})
+    for uid in (1, 2, 3):
+        share(bench, uid, 0, 16, [uid] * 5)
+    bench.step(dict.fromkeys((1, 2, 3), 5))
+    for _ in range(2):
+        assert sum(len(row.tokens) for row in bench.planner.rows.values()) > NUM_PAGES * PAGE_SIZE
+        assert len(bench.step(dict.fromkeys(range(4), 1), is_token_hidden=True)) == 4
+
+
+def test_decode_steps_with_more_chunks_than_graphs_have_room_for_are_left_to_the_engine_and_told_once(monkeypatch, caplog):
+    monkeypatch.setattr("minisgl.kernel.gpu.decode_attention.MAX_ITEMS", 3)
+    bench = Bench(LLAMA)
+    for uid in range(4):
+        bench.add(uid, 2)
+        bench.step({uid: 2})
+    assert len(bench.step(dict.fromkeys(range(3), 1))) == 3
+    for _ in range(2):
+        assert bench.graphs[1].run(bench.planner.plan(dict.fromkeys(range(4), 1))) is None
+        for row in bench.planner.rows.values():
+            row.tokens.append(7)
+    told = [record.getMessage() for record in caplog.records]
+    assert told == ["a decode step has 4 chunks of K/V, CUDA graphs have room for 3; such steps take longer"]
+
+
 @pytest.fixture
 def nothing_computed(monkeypatch):
     """Sizes only."""
@@ -220,8 +259,8 @@ def test_a_rehearsal_runs_every_size_with_all_that_rows_may_want_and_captures_no
 
 
 def test_what_compiling_leaves_on_the_device_counts_as_taken_by_steps(monkeypatch):
-    """The ranks' buffers are made in the rehearsal now, before the largest step is measured."""
-    events, free = [], [1000, 900]
+    """The ranks' buffers, tables of positions and pages: all that is gone beside the weights before the largest step is measured."""
+    events = []
 
     class Trial:
         can_be_captured, extends_in_graphs = True, True
@@ -234,18 +273,17 @@ def test_what_compiling_leaves_on_the_device_counts_as_taken_by_steps(monkeypatc
         return Trial()
 
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(engine_module, "available_bytes", lambda device: free.pop(0))
-    monkeypatch.setattr(
-        engine_module, "measure_step", lambda engine, tokens, has_decode_step: events.append((tokens, has_decode_step)) or 64
-    )
+    monkeypatch.setattr(engine_module, "available_bytes", lambda device: 900)
+    monkeypatch.setattr(engine_module, "measure_step", lambda engine, tokens: events.append(tokens) or 64)
     monkeypatch.setattr(engine_module, "graph_bytes", lambda sizes, vocab, dtype: 0)
     monkeypatch.setattr(engine_module, "extend_graph_bytes", lambda tokens, rows, share, vocab, dtype: share)
     config = EngineConfig(model_path="m", max_running_req=8, max_extend_tokens=1024)
     model = parse_model_config(LLAMA)
-    rows, tokens, taken = engine_module._measure(build, config, model, torch.float32, CPU)
+    rows, tokens, taken = engine_module._measure(build, config, model, torch.float32, CPU, 1000)
     assert (rows, tokens) == (8, 1024)
-    assert events == [(1, 0, 0), (1, 8, 1024), "compiled", (1024, False)]
-    assert taken == 100 + 64 + (100 + 64)
+    assert events == [(1, 0, 0), (1, 8, 1024), "compiled", 1024]
+    assert taken == 100 + 64 + 64
+    assert engine_module._measure(build, config, model, torch.float32, CPU, 800)[2] == 64 + 64  # others have given memory back
 
 
 @pytest.fixture

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
+from minisgl.core import SamplingParams
 from minisgl.engine.base import EngineLimits
 from minisgl.engine.config import EngineConfig
 from minisgl.engine.engine import choose_device, make_engine
 from minisgl.engine.memory import available_bytes, graph_bytes, plan_memory
-from minisgl.engine.peak import measure_step
+from minisgl.engine.peak import largest_batch, measure_step
 from minisgl.errors import ConfigError
 from minisgl.kvcache.pool import bytes_per_page, make_kv_pool
 from minisgl.models.config import parse_model_config
@@ -50,6 +52,14 @@ def test_pages_that_were_asked_for_are_given():
 
 def test_no_room_for_one_page_is_refused_with_the_numbers():
     with pytest.raises(ConfigError, match=r"no memory for the KV pool: 10 MiB available, .*--memory-ratio 0.3 .*weights take 4 MiB"):
+        plan(10 * 2**20, weight_bytes=4 * 2**20)
+
+
+def test_the_step_is_named_where_it_takes_memory():
+    config = EngineConfig()
+    with pytest.raises(ConfigError, match=r"steps 7 MiB .*; raise --memory-ratio, lower --max-extend-tokens or free memory$"):
+        plan_memory(config, MODEL, torch.float32, 16, 10 * 2**20, 4 * 2**20, "cuda", 7 * 2**20)
+    with pytest.raises(ConfigError, match=r"; raise --memory-ratio or free memory$"):
         plan(10 * 2**20, weight_bytes=4 * 2**20)
 
 
@@ -106,11 +116,16 @@ def test_the_largest_step_is_measured_with_what_the_allocator_does_not_know(monk
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: known[0])
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free[0], 20_000))
     engine = EngineOfOnePage(act)
-    assert measure_step(engine, 10, has_decode_step=False) == expected
-    assert engine.sizes == [(4, 10)]
-    known[0], free[0] = 100, 10_000
-    assert measure_step(engine, 10, has_decode_step=True) == 2 * expected
-    assert engine.sizes[1:] == [(4, 10), (4, 4)]
+    assert measure_step(engine, 10) == 2 * expected
+    assert engine.sizes == [(4, 4), (4, 10)]  # what a decode step keeps is there when the largest prefill step runs
+
+
+def test_the_largest_step_scores_as_many_prompt_tokens_as_are_computed_together():
+    limits = replace(EngineOfOnePage.limits, max_seq_len=1000)
+    for num_tokens, num_scored in ((10, 10), (1000, 256)):
+        batch = largest_batch(limits, num_tokens)
+        assert batch.prompt_targets.tolist() == [[0, 0, 20]] * num_scored
+        assert len(largest_batch(limits, num_tokens, SamplingParams()).prompt_targets) == 0
 
 
 def test_the_pool_is_zeroed_and_has_a_page_that_nobody_owns():

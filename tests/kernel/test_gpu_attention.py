@@ -22,6 +22,7 @@ from minisgl.kernel import reference
 from minisgl.kernel.gpu.decode_attention import (
     CHUNK,
     FEW_ROWS,
+    MAX_ITEMS,
     DecodeConfig,
     DecodeWork,
     Form,
@@ -251,7 +252,7 @@ def test_a_plan_holds_every_chunk_once_and_whole_ones_of_long_rows_first():
 def test_the_bound_of_items_holds(seed):
     lengths = np.random.default_rng(seed).integers(0, 2000, 33).astype(np.int32)
     first_partial, items = plan_decode(lengths)
-    assert len(items) == sum(-(-int(n) // CHUNK) for n in lengths) <= max_items(int(lengths.sum()), len(lengths), 2000)
+    assert len(items) == sum(-(-int(n) // CHUNK) for n in lengths) <= max_items(len(lengths), 2000)
     places = [int(first_partial[row] + chunk) for row, chunk in items if first_partial[row] >= 0]
     assert len(set(places)) == len(places)
     assert max(places) < len(items)
@@ -261,10 +262,9 @@ def test_the_bound_of_items_holds(seed):
 def test_there_is_room_for_the_chunks_of_any_number_of_rows(num_rows):
     chunk = decode_config(128, torch.bfloat16, num_rows, 64).chunk
     for rows in (num_rows, 2 * num_rows):  # of a scheduler that may run more
-        lengths = np.random.default_rng(rows).integers(1, 2000, num_rows).astype(np.int32)
-        for max_len in (None, 2000):
-            assert len(plan_decode(lengths, chunk)[1]) <= max_items(int(lengths.sum()), rows, max_len)
-    assert max_items(10**6, 1, 256) == 1
+        assert len(plan_decode(np.full(num_rows, 2000, dtype=np.int32), chunk)[1]) <= max_items(rows, 2000)
+    assert max_items(1, 256) == 1
+    assert max_items(256, 10**7) == MAX_ITEMS
 
 
 def prefill(case, config):

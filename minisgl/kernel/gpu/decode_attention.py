@@ -62,6 +62,8 @@ SHARES = ((16, 256, 12), (32, 512, 12), (112, 512, 10), (144, 1024, 10), (None, 
 """Rows up to which programs of one warp share the work so: the chunk, and programs for each multiprocessor. Measured on an H200 with
 lengths as they are early and late in the offline workload (benchmark/gpu/attention.py --shares): 3 to 15 % faster than one choice, but
 4 % slower at 24 rows."""
+MAX_ITEMS = 8192
+"""More are not planned for: their partial results take 32 KiB each for 64 query heads of 128 numbers."""
 COMBINE_ELEMENTS = 1024
 """Partial numbers that the combining program holds at once."""
 
@@ -137,19 +139,13 @@ def decode_config(head_dim: int, dtype: torch.dtype, num_rows: int, page_size: i
     return config if config.has_tiles(head_dim, page_size) else replace(config, form="masked")
 
 
-def max_items(num_pool_tokens: int, max_rows: int, max_len: int | None = None) -> int:
-    """Upper bound of the work items of up to `max_rows` rows that hold `num_pool_tokens` tokens together, in chunks of `decode_config`.
+def max_items(max_rows: int, max_len: int) -> int:
+    """Room for the work items of up to `max_rows` rows of at most `max_len` tokens, in chunks of `decode_config`: for all, or MAX_ITEMS.
 
-    No row is longer than `max_len`, if given. Rows that share pages hold more than the pool has: compare the length of a plan with this
-    before copying it.
+    The size of the pool is no bound, since rows share pages. Compare the length of a plan with this before copying it.
     """
-
-    def bound(rows: int, chunk: int) -> int:
-        most = num_pool_tokens // chunk + rows
-        return most if max_len is None else min(most, rows * -(-max_len // chunk))
-
-    shares = [(most or max_rows, chunk) for most, chunk, _ in SHARES]
-    return max(bound(min(max_rows, rows), chunk) for rows, chunk in ((max_rows, CHUNK), (FEW_ROWS, FEW_ROWS_CHUNK), *shares))
+    shares = ((max_rows, CHUNK), (FEW_ROWS, FEW_ROWS_CHUNK), *((most or max_rows, chunk) for most, chunk, _ in SHARES))
+    return min(MAX_ITEMS, max(min(max_rows, rows) * -(-max_len // chunk) for rows, chunk in shares))
 
 
 def plan_decode(lengths: Int32Array, chunk: int = CHUNK) -> tuple[Int32Array, Int32Array]:
